@@ -1,0 +1,27 @@
+"""Gradients for the onnxruntime you already have."""
+
+from ortgrad import nodes, ops
+from ortgrad.dispatch import install as _install
+from ortgrad.errors import KernelError, ModelError, NodeError, OrtgradError, RegistrationError
+from ortgrad.prepare import prepare
+from ortgrad.registry import operator
+from ortgrad.session import InferenceSession, get_library_path, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InferenceSession",
+    "KernelError",
+    "ModelError",
+    "NodeError",
+    "OrtgradError",
+    "RegistrationError",
+    "get_library_path",
+    "nodes",
+    "operator",
+    "prepare",
+    "register",
+]
+
+# Before anybody makes a session: a Python operator that raises under the stock invoker aborts.
+_install()

@@ -1,0 +1,188 @@
+"""Bodies in standard ONNX operators: the `op` they are written with, and what is made of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortgrad.call import Call
+from ortgrad.errors import NodeError
+from ortgrad.registry import find_operator
+
+# The bodies use these operators as they are from this opset on (reductions with axes as an input,
+# ScatterElements with reduction, Pad with axes); older models are converted up to it.
+MINIMUM_OPSET = 18
+
+
+class Ops(ir.tape.Tape):
+    """Records nodes: `op.Mul(x, y)`, `op.Conv(x, w, pads=[1, 1])`, `op.Split(x, _outputs=2)`.
+
+    Among the operands, None is an absent input, a float is a constant of the element type of the
+    first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
+    """
+
+    def __init__(self, opset: int) -> None:
+        super().__init__()
+        self.opset = opset
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        return functools.partial(self._record, op_type)
+
+    def _record(self, op_type: str, *operands: Any, _outputs: int = 1, **attributes: Any) -> Any:
+        like = next((o for o in operands if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
+        inputs = [self._operand(o, like) for o in operands]
+        gradient = find_operator(op_type)
+        outputs = self.op_multi_out(
+            op_type,
+            inputs,
+            {k: v for k, v in attributes.items() if v is not None},
+            num_outputs=_outputs,
+            domain=gradient.domain if gradient else "",
+        )
+        for output, element in zip(outputs, self._element_types(op_type, inputs, attributes), strict=False):
+            if element is not None:
+                output.type = ir.TensorType(element)
+        return outputs[0] if _outputs == 1 else outputs
+
+    def _operand(self, operand: Any, like: ir.Value | None) -> ir.Value | None:
+        if operand is None or isinstance(operand, ir.Value):
+            return operand
+        if isinstance(operand, float):
+            if like is None:
+                raise TypeError("a number needs a tensor operand beside it that gives its type")
+            return self.number(operand, like)
+        if isinstance(operand, np.ndarray | np.generic):
+            return self.constant(np.asarray(operand))
+        return self.constant(np.array(operand, np.int64))
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        """A constant tensor; equal ones are recorded once."""
+        key = (array.dtype.str + array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            value = self.op("Constant", [], {"value": ir.tensor(array)})
+            value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            value.shape = ir.Shape(array.shape)
+            self._constants[key] = value
+        return self._constants[key]
+
+    def number(self, value: float, like: ir.Value) -> ir.Value:
+        """A scalar of the element type of `like`."""
+        if like.dtype is not None:
+            return self.constant(np.array(value, like.dtype.numpy()))
+        return self.op("CastLike", [self.constant(np.array(value, np.float64)), like])
+
+    def rank(self, value: ir.Value) -> int:
+        """The number of dimensions, which must be known when the body is made."""
+        if value.shape is None:
+            raise NodeError(
+                f"the number of dimensions of {value.name!r} is not known; declare its shape "
+                "(symbolic dimensions will do) or give kernel_shape"
+            )
+        return len(value.shape)
+
+    def subgraph(
+        self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
+    ) -> ir.Graph:
+        """A graph for Scan, Loop or If: `build(op, *inputs)` records it and returns its outputs."""
+        inner = Ops(self.opset)
+        # An output of a graph must come from a node of it, and from one place only.
+        outputs = [inner.Identity(value) for value in build(inner, *inputs)]
+        return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
+
+    def _element_types(
+        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: dict[str, Any]
+    ) -> Sequence[ir.DataType | None]:
+        if op_type == "Cast":
+            return [ir.DataType(attributes["to"])]
+        return [
+            # DataType is an int too.
+            element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)
+            for element in _output_types(op_type, self.opset)
+        ]
+
+
+def _dtype(inputs: Sequence[ir.Value | None], index: int) -> ir.DataType | None:
+    value = inputs[index] if index < len(inputs) else None
+    return value.dtype if value is not None else None
+
+
+@functools.cache
+def _output_types(op_type: str, opset: int) -> Sequence[ir.DataType | int | None]:
+    """For each output of a standard operator: its element type, the input it shares it with, or None."""
+    if not onnx.defs.has(op_type, opset):
+        return []
+    schema = onnx.defs.get_schema(op_type, opset)
+    sources: dict[str, int] = {}
+    for i, parameter in enumerate(schema.inputs):
+        sources.setdefault(parameter.type_str, i)
+    fixed: dict[str, ir.DataType | None] = {
+        "tensor(int64)": ir.DataType.INT64,
+        "tensor(bool)": ir.DataType.BOOL,
+    }
+    for constraint in schema.type_constraints:
+        if len(constraint.allowed_type_strs) == 1:
+            fixed[constraint.type_param_str] = fixed.get(constraint.allowed_type_strs[0])
+    return [sources.get(p.type_str, fixed.get(p.type_str)) for p in schema.outputs]
+
+
+def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    """Record the operator's body on `op`; one value per output, None for an unwanted one."""
+    operator = call.operator
+    if operator.body is None:
+        raise NodeError(f"{operator.name} has no body in standard ONNX operators")
+    operands = [v if real else None for v, real in zip(inputs, call.present, strict=True)]
+    extra = {"wanted": call.wanted} if operator.has_optional_outputs else {}
+    try:
+        result = operator.body(op, *operands, **call.attributes, **extra)
+    except NodeError as error:
+        raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    return [value if want else None for value, want in zip(results, call.wanted, strict=True)]
+
+
+def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> ir.Function:
+    """The body as a model-local function, its overload a digest of its contents."""
+    operator = call.operator
+    op = Ops(opset)
+    parameters = [
+        ir.Value(
+            name=slot.name,
+            type=value.type if value is not None else None,
+            shape=value.shape if value is not None else None,
+        )
+        for slot, value in zip(operator.inputs, inputs, strict=True)
+    ]
+    outputs = []
+    for slot, value in zip(operator.outputs, record_body(op, call, parameters), strict=True):
+        # A function's output must come from a node of it, and from one place only.
+        output = op.Identity(value) if value is not None else _nothing(op, slot.type, parameters, call)
+        output.name = slot.name
+        outputs.append(output)
+    graph = ir.Graph(parameters, outputs, nodes=op.nodes, opset_imports={"": opset})
+    for parameter in parameters:
+        # The same body serves every node; what is known of one node's inputs stays outside.
+        parameter.type = parameter.shape = None
+    function = ir.Function(operator.domain, operator.name, graph=graph, attributes=())
+    for node in function:
+        for output in node.outputs:
+            output.type = output.shape = None
+    digest = hashlib.sha256(ir.to_proto(function).SerializeToString(deterministic=True)).hexdigest()
+    function.overload = digest[:12]
+    return function
+
+
+def _nothing(op: Ops, type_: str, parameters: Sequence[ir.Value], call: Call) -> ir.Value:
+    """An empty tensor for an output that nobody reads."""
+    for slot, parameter in zip(call.operator.inputs, parameters, strict=True):
+        if slot.type == type_:
+            return op.CastLike(np.zeros(0, np.float32), parameter)
+    return op.constant(np.zeros(0, np.dtype(type_)))

@@ -1,0 +1,69 @@
+"""What one node tells its Python kernel, as the JSON text of a single string attribute.
+
+onnxruntime-extensions passes attributes only as int, float (with 6 digits) or string, and every
+input and output must be named; so the exact attributes, which optional inputs are real and
+which outputs somebody reads travel together in one string.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ortgrad.errors import NodeError
+from ortgrad.registry import Operator
+
+
+@dataclass(frozen=True)
+class Call:
+    """The contents of the attribute, checked against the operator's declaration."""
+
+    operator: Operator
+    node: str
+    attributes: dict[str, Any]
+    present: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    session: int | None = None
+
+    def to_json(self) -> str:
+        fields: dict[str, Any] = {
+            "node": self.node,
+            "attributes": {k: v for k, v in self.attributes.items() if v is not None},
+            "inputs": [int(flag) for flag in self.present],
+            "outputs": [int(flag) for flag in self.wanted],
+        }
+        if self.session is not None:
+            fields["session"] = self.session
+        return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+
+    def in_session(self, session: int) -> Call:
+        return replace(self, session=session)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_call(operator: Operator, text: str) -> Call:
+    """Read the attribute's text; raises NodeError if it is not what `to_json` writes."""
+    try:
+        fields = json.loads(text)
+        call = Call(
+            operator,
+            str(fields["node"]),
+            operator.complete(fields["attributes"]),
+            tuple(bool(flag) for flag in fields["inputs"]),
+            tuple(bool(flag) for flag in fields["outputs"]),
+            fields.get("session"),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NodeError(
+            f"the attribute 'ortgrad' of a {operator.name} node cannot be read ({error}); "
+            "delete it and run the model through ortgrad.prepare again"
+        ) from error
+    if len(call.present) != len(operator.inputs) or len(call.wanted) != len(operator.outputs):
+        raise NodeError(
+            f"the attribute 'ortgrad' of {operator.name} node {call.node!r} speaks of "
+            f"{len(call.present)} inputs and {len(call.wanted)} outputs; "
+            f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
+        )
+    return call

@@ -1,0 +1,33 @@
+"""Everything ortgrad raises derives from OrtgradError."""
+
+from __future__ import annotations
+
+
+class OrtgradError(Exception):
+    """Base class of all errors that ortgrad raises."""
+
+
+class ModelError(OrtgradError, ValueError):
+    """A model cannot be read, or cannot be brought into a form that runs."""
+
+
+class NodeError(ModelError):
+    """A gradient node is wrong: unknown attribute, missing input, unknown rank or type."""
+
+
+class RegistrationError(OrtgradError, ValueError):
+    """An operator is declared twice, or at a time when that is no longer safe."""
+
+
+class KernelError(OrtgradError, RuntimeError):
+    """A Python kernel failed while a session ran; the reason's traceback is `__cause__`."""
+
+    def __init__(self, node: str, operator: str, inputs: str, reason: str) -> None:
+        self.node = node
+        self.operator = operator
+        self.inputs = inputs
+        self.reason = reason
+        super().__init__(f"{operator} node {node!r} failed on inputs {inputs}: {reason}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+        return type(self), (self.node, self.operator, self.inputs, self.reason)

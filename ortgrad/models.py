@@ -1,0 +1,51 @@
+"""Reading a model from whatever the caller has: ModelProto, bytes or path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from ortgrad.errors import ModelError
+
+ModelLike: TypeAlias = "onnx.ModelProto | bytes | str | os.PathLike[str]"
+
+
+def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelProto:
+    """The model as a ModelProto (the caller's own object if it is one already)."""
+    if isinstance(model, onnx.ModelProto):
+        return _checked(model, "the ModelProto")
+    if isinstance(model, bytes):
+        return _checked(_parse(model, "the bytes"), "the bytes")
+    if not isinstance(model, (str, os.PathLike)):
+        raise ModelError(f"a model is an onnx.ModelProto, bytes or a path, not {type(model).__name__}")
+    path = Path(model)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read the model {str(path)!r}: {error.strerror}") from error
+    proto = _checked(_parse(data, f"the file {str(path)!r}"), f"the file {str(path)!r}")
+    if external_data:
+        try:
+            onnx.load_external_data_for_model(proto, str(path.parent))
+        except (OSError, ValueError, onnx.checker.ValidationError) as error:
+            raise ModelError(f"cannot read the external data of {str(path)!r}: {error}") from error
+    return proto
+
+
+def _parse(data: bytes, what: str) -> onnx.ModelProto:
+    try:
+        return onnx.ModelProto.FromString(data)
+    except DecodeError as error:
+        raise ModelError(
+            f"{what} are no ONNX model" if what == "the bytes" else f"{what} is no ONNX model"
+        ) from error
+
+
+def _checked(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
+    if not model.opset_import or not model.HasField("graph"):
+        raise ModelError(f"{what} holds no ONNX model: graph or opset_import is missing")
+    return model

@@ -1,0 +1,1 @@
+"""Graph passes on onnx-ir models: one file each, a pass does one thing."""

@@ -1,0 +1,135 @@
+"""Bring gradient nodes, however they were written, into the complete form.
+
+onnxruntime-training leaves out optional inputs and outputs, and keeps the pool gradients in the
+default domain, where they read the shape of X off the graph. Afterwards every node is in
+the operator's domain, names all its inputs and outputs, and carries the attribute that its
+Python kernel reads. A second time changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from ortgrad.call import Call
+from ortgrad.errors import NodeError
+from ortgrad.passes.nodes import call_of, gradient_nodes
+from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator
+
+POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
+EMPTY_PREFIX = "ortgrad.empty."
+
+
+def complete(model: ir.Model) -> None:
+    """Complete all gradient nodes of the model, in place."""
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type in POOL_GRADIENTS and node.domain in ("", "ai.onnx"):
+            node.domain = DOMAIN
+    nodes = list(gradient_nodes(model))
+    if not nodes:
+        return
+    model.opset_imports.setdefault(DOMAIN, 1)
+    for node, operator in nodes:
+        if CALL_ATTRIBUTE not in node.attributes:
+            try:
+                _describe(model, node, operator)
+            except NodeError as error:
+                raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
+    infer_types(model)
+    for node, operator in nodes:
+        _fill_inputs(model, node, operator)
+
+
+def infer_types(model: ir.Model) -> None:
+    """Infer types and shapes as far as onnx can."""
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+
+
+def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
+    """Write down what the node says by leaving things out, and name all its outputs."""
+    if operator.name in POOL_GRADIENTS and len(node.inputs) == len(operator.inputs) - 1:
+        _add_shape_input(model, node)
+    present = [value is not None for value in node.inputs]
+    if len(present) > len(operator.inputs) or len(node.outputs) > len(operator.outputs):
+        raise NodeError(
+            f"it has {len(node.inputs)} inputs and {len(node.outputs)} outputs; the operator "
+            f"has at most {len(operator.inputs)} and {len(operator.outputs)}"
+        )
+    present += [False] * (len(operator.inputs) - len(present))
+    for slot, given in zip(operator.inputs, present, strict=True):
+        if not (given or slot.optional):
+            raise NodeError(f"input {slot.name} is missing")
+    wanted = [bool(value.name) for value in node.outputs]
+    wanted += [False] * (len(operator.outputs) - len(wanted))
+    for slot, want in zip(operator.outputs, wanted, strict=True):
+        if not (want or slot.optional):
+            raise NodeError(f"output {slot.name} is missing")
+    attributes = operator.complete({a.name: _plain(a) for a in node.attributes.values()})
+    node.resize_inputs(len(operator.inputs))
+    node.resize_outputs(len(operator.outputs))
+    node.name = node.name or f"{operator.name}_{next(v.name for v in node.outputs if v.name)}"
+    for slot, value in zip(operator.outputs, node.outputs, strict=True):
+        value.name = value.name or f"{node.name}.unused.{slot.name}"
+    call = Call(operator, node.name, attributes, tuple(present), tuple(wanted))
+    node.attributes.add(ir.AttrString(CALL_ATTRIBUTE, call.to_json()))
+
+
+def _plain(attribute: ir.Attr) -> Any:
+    """The value as plain Python data (bytes are decoded by the declaration)."""
+    if attribute.is_ref():
+        raise NodeError(
+            f"attribute {attribute.name!r} refers to a function's parameter; inline the function first"
+        )
+    return attribute.value if not isinstance(attribute.value, tuple) else list(attribute.value)
+
+
+def _add_shape_input(model: ir.Model, node: ir.Node) -> None:
+    """Give a pool gradient the shape of X, which onnxruntime-training leaves to the graph."""
+    output = node.outputs[0]
+    shape = output.shape
+    if shape is None or not all(isinstance(dim, int) for dim in shape):
+        raise NodeError(
+            f"the shape of its output {output.name!r} is not static in the graph ({shape}); "
+            "add the input X_shape (int64), or declare the shape as value_info"
+        )
+    name = f"{output.name}.shape"
+    array = np.array([int(dim) for dim in shape], np.int64)  # type: ignore[arg-type]
+    if name not in model.graph.initializers:
+        model.graph.register_initializer(
+            ir.Value(
+                name=name,
+                type=ir.TensorType(ir.DataType.INT64),
+                shape=ir.Shape(array.shape),
+                const_value=ir.tensor(array, name=name),
+            )
+        )
+    node.resize_inputs(len(node.inputs) + 1)
+    node.replace_input_with(len(node.inputs) - 1, model.graph.initializers[name])
+
+
+def _fill_inputs(model: ir.Model, node: ir.Node, operator: Operator) -> None:
+    """Put an empty tensor of the right type where an optional input is absent."""
+    call = call_of(node, operator)
+    bound: dict[str, str] = {}
+    for slot, value, real in zip(operator.inputs, node.inputs, call.present, strict=True):
+        if real and value is not None and value.dtype is not None:
+            bound.setdefault(slot.type, value.dtype.numpy().name)
+    for i, (slot, real) in enumerate(zip(operator.inputs, call.present, strict=True)):
+        if real:
+            continue
+        default = operator.types.get(slot.type, (slot.type,))[0]
+        node.replace_input_with(i, _empty(model, bound.get(slot.type, default)))
+
+
+def _empty(model: ir.Model, type_: str) -> ir.Value:
+    name = EMPTY_PREFIX + type_
+    if name not in model.graph.initializers:
+        dtype = ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(type_, type_.upper())]
+        tensor = ir.tensor(np.zeros(0, dtype.numpy()), dtype=dtype, name=name)
+        model.graph.register_initializer(
+            ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([0]), const_value=tensor)
+        )
+    return model.graph.initializers[name]

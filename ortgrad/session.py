@@ -1,0 +1,255 @@
+"""Running: ortgrad's session, and the op library for plain onnxruntime sessions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+
+from ortgrad import dispatch
+from ortgrad.call import parse_call
+from ortgrad.errors import ModelError
+from ortgrad.models import ModelLike, load_model
+from ortgrad.prepare import Kernels, prepare_loaded
+from ortgrad.registry import CALL_ATTRIBUTE, find_operator
+
+_REGISTERED = "ortgrad.registered"
+_EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+def get_library_path() -> str:
+    """The op library, for `SessionOptions.register_custom_ops_library`."""
+    return dispatch.library_path()
+
+
+def register(options: onnxruntime.SessionOptions) -> None:
+    """Make the Python kernels available to sessions with these options. Twice is once."""
+    if not isinstance(options, onnxruntime.SessionOptions):
+        raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
+    path = get_library_path()
+    if not _has_entry(options, _REGISTERED):
+        options.register_custom_ops_library(path)
+        # The options remember it themselves: onnxruntime refuses the same library twice.
+        options.add_session_config_entry(_REGISTERED, "1")
+
+
+def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
+    try:
+        options.get_session_config_entry(key)
+    except RuntimeError:
+        return False
+    return True
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """An onnxruntime.InferenceSession that runs gradient operators.
+
+    The model may be a ModelProto too, and may hold gradient nodes as onnxruntime-training writes
+    them. A kernel that fails stops the run and raises KernelError. The default provider is the CPU.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: ModelLike,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        kernels: Kernels = "auto",
+        **kwargs: Any,
+    ) -> None:
+        options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
+        self._monitor = _Monitor(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
+        model = load_model(path_or_bytes, external_data=False)
+        if isinstance(path_or_bytes, (str, os.PathLike)) and not _has_entry(options, _EXTERNAL_FOLDER):
+            options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
+        prepared = prepare_loaded(model, kernels)
+        if prepared is not model:
+            model = prepared
+            if _bind_nodes(model.graph, dispatch.add_monitor(self._monitor)):
+                register(options)
+        try:
+            super().__init__(
+                _serialize(model),
+                options,
+                providers if providers is not None else ["CPUExecutionProvider"],
+                provider_options,
+                **kwargs,
+            )
+        except Exception as error:
+            _explain(model, error)
+            raise
+
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: onnxruntime.RunOptions | None = None,
+    ) -> Sequence[Any]:
+        with self._monitor.run(run_options) as options:
+            return super().run(output_names, input_feed, options)
+
+    def run_with_ort_values(
+        self,
+        output_names: Sequence[str],
+        input_dict_ort_values: Mapping[str, onnxruntime.OrtValue],
+        run_options: onnxruntime.RunOptions | None = None,
+    ) -> Sequence[onnxruntime.OrtValue]:
+        with self._monitor.run(run_options) as options:
+            return super().run_with_ort_values(output_names, input_dict_ort_values, options)
+
+    def run_with_iobinding(
+        self, iobinding: onnxruntime.IOBinding, run_options: onnxruntime.RunOptions | None = None
+    ) -> None:
+        with self._monitor.run(run_options) as options:
+            super().run_with_iobinding(iobinding, options)
+
+    def run_with_ortvaluevector(
+        self,
+        run_options: onnxruntime.RunOptions,
+        feed_names: Sequence[str],
+        feeds: Any,
+        fetch_names: Sequence[str],
+        fetches: Any,
+        fetch_devices: Sequence[Any],
+    ) -> None:
+        with self._monitor.run(run_options) as options:
+            super().run_with_ortvaluevector(options, feed_names, feeds, fetch_names, fetches, fetch_devices)
+
+    def run_async(
+        self,
+        output_names: Sequence[str],
+        input_feed: Mapping[str, Any],
+        callback: Callable[[Sequence[Any], Any, str], None],
+        user_data: Any,
+        run_options: onnxruntime.RunOptions | None = None,
+    ) -> None:
+        monitor = self._monitor
+
+        def checked(results: Sequence[Any], data: Any, message: str) -> None:
+            # onnxruntime calls back on the thread that ran the kernels.
+            error = monitor.take_stray()
+            callback([] if error else results, data, str(error) if error else message)
+
+        super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+
+class _Monitor:
+    """Knows which run of a session a failing kernel belongs to: a run and its kernels share a thread.
+
+    In parallel execution mode they do not, so there one run waits for the other.
+    """
+
+    def __init__(self, parallel: bool) -> None:
+        self._runs: dict[int, _Run] = {}
+        self._stray: dict[int, BaseException] = {}
+        self._one_at_a_time = threading.Lock() if parallel else None
+
+    @contextmanager
+    def run(self, given: onnxruntime.RunOptions | None) -> Iterator[onnxruntime.RunOptions]:
+        if self._one_at_a_time is None:
+            with self._watch(threading.get_ident(), given) as options:
+                yield options
+        else:
+            with self._one_at_a_time, self._watch(0, given) as options:
+                yield options
+
+    @contextmanager
+    def _watch(self, key: int, given: onnxruntime.RunOptions | None) -> Iterator[onnxruntime.RunOptions]:
+        # The caller's options may be shared with other runs, so only our own are used to stop.
+        options = onnxruntime.RunOptions() if given is None else given
+        outer = self._runs.get(key)
+        run = self._runs[key] = _Run(options if given is None else None)
+        try:
+            yield options
+        except Exception:
+            # onnxruntime's "terminate flag" error is only the echo of the kernel's.
+            if run.error is None:
+                raise
+        finally:
+            if outer is None:
+                del self._runs[key]
+            else:
+                self._runs[key] = outer
+        if run.error is not None:
+            raise run.error
+
+    def kernel_failed(self, error: BaseException) -> None:
+        thread = threading.get_ident()
+        run = self._runs.get(0 if self._one_at_a_time else thread)
+        if run is not None:
+            run.fail(error)
+        else:
+            self._stray[thread] = error
+
+    def take_stray(self) -> BaseException | None:
+        return self._stray.pop(threading.get_ident(), None)
+
+
+class _Run:
+    def __init__(self, stop: onnxruntime.RunOptions | None) -> None:
+        self._stop = stop
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        # Kernels after the first failure only see its NaN.
+        self.error = self.error or error
+        if self._stop is not None:
+            self._stop.terminate = True
+
+
+def _bind_nodes(graph: onnx.GraphProto, session: int) -> int:
+    """Write the session's number into the gradient nodes, so that failures find their way back.
+
+    Returns how many there are.
+    """
+    count = 0
+    for node in graph.node:
+        operator = find_operator(node.op_type, node.domain)
+        for attribute in node.attribute:
+            if operator and attribute.name == CALL_ATTRIBUTE:
+                call = parse_call(operator, attribute.s.decode()).in_session(session)
+                attribute.s = call.to_json().encode()
+                count += 1
+            for inner in (attribute.g, *attribute.graphs):
+                count += _bind_nodes(inner, session)
+    return count
+
+
+def _serialize(model: onnx.ModelProto) -> bytes:
+    try:
+        return model.SerializeToString()
+    except ValueError as error:
+        raise ModelError(
+            "the model is larger than 2 GB: save it with external data and give the path"
+        ) from error
+
+
+def _explain(model: onnx.ModelProto, error: Exception) -> None:
+    """Raise a ModelError that says more than onnxruntime's, where we know more."""
+    text = str(error)
+    if "Conflicting with a registered kernel" in text:
+        raise ModelError(
+            "the op library is registered twice in these session options; "
+            "use ortgrad.register(options), which does it once"
+        ) from error
+    functions = {(f.domain, f.name) for f in model.functions}
+    missing = [
+        f"{node.domain or 'ai.onnx'}::{node.op_type} (node {node.name!r})"
+        for node in model.graph.node
+        if (node.domain, node.op_type) not in functions
+        and node.op_type in text
+        and "not a registered" in text
+        and not onnx.defs.has(node.op_type, node.domain)
+    ]
+    if missing:
+        raise ModelError(
+            f"nobody has these operators: {', '.join(missing)}. Register the library that "
+            "holds them in sess_options, or add a function of that name to the model"
+        ) from error
