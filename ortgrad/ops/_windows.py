@@ -1,0 +1,116 @@
+"""Sliding windows: what convolution and pooling share of the arithmetic of their attributes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the windows of a convolution or pool lie; one number per spatial dimension each.
+
+    Output position o reads the input positions o * stride - head + k * dilation for k in range(kernel);
+    those outside the input are padding.
+    """
+
+    sizes: tuple[int, ...]  # of the input
+    outputs: tuple[int, ...]  # sizes of the output
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    heads: tuple[int, ...]  # padding before the input
+    tails: tuple[int, ...]  # padding after it, as the attributes say
+
+    @property
+    def rank(self) -> int:
+        """The number of spatial dimensions."""
+        return len(self.sizes)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """From the first to the last element of a window."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """The size of the padded input that the windows touch: more than it with ceil_mode, or less."""
+        return tuple(
+            (o - 1) * s + e for o, s, e in zip(self.outputs, self.strides, self.extents, strict=True)
+        )
+
+
+def windows(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    *,
+    auto_pad: str = "NOTSET",
+    strides: Sequence[int] | None = None,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    ceil_mode: bool = False,
+) -> Windows:
+    """The windows over an input of these spatial sizes; raises ValueError if there can be none.
+
+    None stands for the default of an attribute. Explicit pads are ignored, as in onnxruntime,
+    if auto_pad is set.
+    """
+    rank = len(sizes)
+    kernel = per_dimension("kernel_shape", kernel, rank)
+    strides = per_dimension("strides", strides, rank)
+    dilations = per_dimension("dilations", dilations, rank)
+    heads, tails = explicit_pads(pads, rank) if auto_pad == "NOTSET" else ((0,) * rank, (0,) * rank)
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        totals = [_same(*dim) for dim in zip(sizes, kernel, strides, dilations, strict=True)]
+        small, large = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
+        heads, tails = (small, large) if auto_pad == "SAME_UPPER" else (large, small)
+    outputs = []
+    for i, (n, k, s, d) in enumerate(zip(sizes, kernel, strides, dilations, strict=True)):
+        room = n + heads[i] + tails[i] - (k - 1) * d - 1
+        if room < 0:
+            raise ValueError(
+                f"a window of {(k - 1) * d + 1} (kernel {k}, dilation {d}) does not fit into spatial "
+                f"dimension {i} of size {n} with pads {heads[i]} and {tails[i]}"
+            )
+        count = (-(-room // s) if ceil_mode else room // s) + 1
+        # A window that starts behind the input and its head padding would see nothing but padding.
+        if ceil_mode and (count - 1) * s >= n + heads[i]:
+            count -= 1
+        outputs.append(count)
+    return Windows(tuple(sizes), tuple(outputs), kernel, strides, dilations, heads, tails)
+
+
+def per_dimension(name: str, values: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """A list attribute with one positive number per spatial dimension; ones if it is absent or empty."""
+    if not values:
+        return (1,) * rank
+    if len(values) != rank:
+        raise ValueError(f"{name} {list(values)} must have one number for each of {rank} spatial dimensions")
+    if min(values) < 1:
+        raise ValueError(f"{name} {list(values)} must be positive")
+    return tuple(values)
+
+
+def explicit_pads(pads: Sequence[int] | None, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The attribute `pads` as (before, after); zeros if it is absent or empty."""
+    pads = tuple(pads or (0,) * (2 * rank))
+    if len(pads) != 2 * rank:
+        raise ValueError(f"pads {list(pads)} must have two numbers for each of {rank} spatial dimensions")
+    if min(pads, default=0) < 0:
+        raise ValueError(f"pads {list(pads)} must not be negative")
+    return pads[:rank], pads[rank:]
+
+
+def _same(size: int, kernel: int, stride: int, dilation: int) -> int:
+    """How much padding gives ceil(size / stride) outputs."""
+    total = (math.ceil(size / stride) - 1) * stride + (kernel - 1) * dilation + 1 - size
+    if total < -1:
+        # onnxruntime crops the input at both ends here, and Conv and AveragePool do it differently.
+        raise ValueError(
+            f"auto_pad SAME with stride {stride} and kernel {kernel} leaves gaps in a dimension "
+            f"of size {size}; give pads instead"
+        )
+    return max(total, 0)
