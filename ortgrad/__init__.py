@@ -1,6 +1,7 @@
 """Gradients for the onnxruntime you already have."""
 
-from ortgrad import nodes, ops
+from ortgrad import nodes
+from ortgrad import ops as _ops  # noqa: F401  (importing it declares the operators)
 from ortgrad.dispatch import install as _install
 from ortgrad.errors import KernelError, ModelError, NodeError, OrtgradError, RegistrationError
 from ortgrad.prepare import prepare

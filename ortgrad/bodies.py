@@ -19,39 +19,64 @@ from ortgrad.registry import find_operator
 # ScatterElements with reduction, Pad with axes); older models are converted up to it.
 MINIMUM_OPSET = 18
 
+_RANDOM = frozenset(
+    [
+        "Bernoulli",
+        "Dropout",
+        "Multinomial",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+    ]
+)
+
 
 class Ops(ir.tape.Tape):
-    """Records nodes: `op.Mul(x, y)`, `op.Conv(x, w, pads=[1, 1])`, `op.Split(x, _outputs=2)`.
+    """Records nodes: `op.Mul(x, y)`, `op.Conv(x, w, pads=[1, 1])`, `op.TopK(x, k, _outputs=2)`.
+
+    The same operator on the same operands is recorded once.
 
     Among the operands, None is an absent input, a float is a constant of the element type of the
     first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
     """
 
-    def __init__(self, opset: int) -> None:
+    def __init__(self, opset: int, prefix: str = "") -> None:
         super().__init__()
         self.opset = opset
-        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        # Put before the names of values; the values' numbers are unique in one recording.
+        self.prefix = prefix
+        self._recorded: dict[Any, Any] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if op_type.startswith("_"):
             raise AttributeError(op_type)
         return functools.partial(self._record, op_type)
 
-    def _record(self, op_type: str, *operands: Any, _outputs: int = 1, **attributes: Any) -> Any:
+    def _record(
+        self, op_type: str, *operands: Any, _outputs: int = 1, _domain: str = "", **attributes: Any
+    ) -> Any:
         like = next((o for o in operands if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
         inputs = [self._operand(o, like) for o in operands]
+        attributes = {k: v for k, v in attributes.items() if v is not None}
+        key = (op_type, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
+        if key in self._recorded:
+            return self._recorded[key]
         gradient = find_operator(op_type)
         outputs = self.op_multi_out(
-            op_type,
-            inputs,
-            {k: v for k, v in attributes.items() if v is not None},
-            num_outputs=_outputs,
-            domain=gradient.domain if gradient else "",
+            op_type, inputs, attributes, num_outputs=_outputs, domain=gradient.domain if gradient else _domain
         )
         for output, element in zip(outputs, self._element_types(op_type, inputs, attributes), strict=False):
             if element is not None:
                 output.type = ir.TensorType(element)
-        return outputs[0] if _outputs == 1 else outputs
+        for output in outputs:
+            output.name = f"{self.prefix}{op_type}_{len(self.nodes)}" + (
+                f"_{output.index()}" if _outputs > 1 else ""
+            )
+        result = outputs[0] if _outputs == 1 else outputs
+        if op_type not in _RANDOM:
+            self._recorded[key] = result
+        return result
 
     def _operand(self, operand: Any, like: ir.Value | None) -> ir.Value | None:
         if operand is None or isinstance(operand, ir.Value):
@@ -66,19 +91,37 @@ class Ops(ir.tape.Tape):
 
     def constant(self, array: np.ndarray) -> ir.Value:
         """A constant tensor; equal ones are recorded once."""
-        key = (array.dtype.str + array.dtype.name, array.shape, array.tobytes())
-        if key not in self._constants:
+        key = (array.dtype.name, array.shape, array.tobytes())
+        if key not in self._recorded:
             value = self.op("Constant", [], {"value": ir.tensor(array)})
+            value.name = f"{self.prefix}Constant_{len(self.nodes)}"
             value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
             value.shape = ir.Shape(array.shape)
-            self._constants[key] = value
-        return self._constants[key]
+            self._recorded[key] = value
+        return self._recorded[key]
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar of the element type of `like`."""
         if like.dtype is not None:
             return self.constant(np.array(value, like.dtype.numpy()))
-        return self.op("CastLike", [self.constant(np.array(value, np.float64)), like])
+        return self.CastLike(np.array(value, np.float64), like)
+
+    def copy(self, value: ir.Value) -> ir.Value:
+        """The value under a name of its own, for an output."""
+        copied = self.op("Identity", [value])
+        copied.name = f"{self.prefix}Identity_{len(self.nodes)}"
+        copied.type, copied.shape = value.type, value.shape
+        return copied
+
+    def shape(self, value: ir.Value) -> ir.Value:
+        """The shape as an int64 vector: a constant if it is known, else computed."""
+        if value.shape is not None and value.shape.is_static():
+            return self.constant(np.array(value.shape.numpy(), np.int64))
+        return self.Shape(value)
+
+    def full_like(self, value: ir.Value, number: float) -> ir.Value:
+        """A tensor of the shape and element type of `value`, filled with a number."""
+        return self.Expand(self.number(number, value), self.shape(value))
 
     def rank(self, value: ir.Value) -> int:
         """The number of dimensions, which must be known when the body is made."""
@@ -93,9 +136,9 @@ class Ops(ir.tape.Tape):
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:
         """A graph for Scan, Loop or If: `build(op, *inputs)` records it and returns its outputs."""
-        inner = Ops(self.opset)
+        inner = Ops(self.opset, f"{self.prefix}{name}/")
         # An output of a graph must come from a node of it, and from one place only.
-        outputs = [inner.Identity(value) for value in build(inner, *inputs)]
+        outputs = [inner.copy(value) for value in build(inner, *inputs)]
         return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
 
     def _element_types(
@@ -164,7 +207,7 @@ def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> 
     outputs = []
     for slot, value in zip(operator.outputs, record_body(op, call, parameters), strict=True):
         # A function's output must come from a node of it, and from one place only.
-        output = op.Identity(value) if value is not None else _nothing(op, slot.type, parameters, call)
+        output = op.copy(value if value is not None else _nothing(op, slot.type, parameters, call))
         output.name = slot.name
         outputs.append(output)
     graph = ir.Graph(parameters, outputs, nodes=op.nodes, opset_imports={"": opset})

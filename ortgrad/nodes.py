@@ -41,7 +41,8 @@ def _builder(operator: Operator) -> Any:
     def build(*arguments: Any, name: str = "", dtype: Any = "float32", **keywords: Any) -> onnx.NodeProto:
         if len(arguments) > len(names) + 1:
             raise TypeError(
-                f"{operator.builder_name} takes {len(names)} inputs and the outputs, got {len(arguments)} arguments"
+                f"{operator.builder_name} takes {len(names)} inputs and the outputs, "
+                f"got {len(arguments)} arguments"
             )
         given = dict(zip([*names, "outputs"], arguments, strict=False))
         for key in [k for k in keywords if k in names or k == "outputs"]:

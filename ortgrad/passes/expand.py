@@ -18,19 +18,17 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None
             continue
         graph = node.graph
         assert graph is not None
-        op = Ops(model.opset_imports[""])
         call = call_of(node, operator)
+        op = Ops(model.opset_imports[""], prefix=f"{node.outputs[0].name}/")
         results = record_body(op, call, node.inputs)
         pairs = [
             # A graph output keeps its name, so it needs a node of its own.
-            (old, op.Identity(new) if old.is_graph_output() or new.producer() is None else new)
+            (old, op.copy(new) if old.is_graph_output() or new.producer() is None else new)
             for old, new in zip(node.outputs, results, strict=True)
             if new is not None
         ]
-        for made in op.nodes:
-            made.name = f"{call.node}/{made.op_type}"
-            for i, value in enumerate(made.outputs):
-                value.name = f"{node.outputs[0].name}/{made.op_type}_{id(made):x}_{i}"
+        for i, made in enumerate(op.nodes):
+            made.name = f"{call.node}/{made.op_type}_{i}"
         ir.convenience.replace_nodes_and_values(
             graph, node, [node], op.nodes, [old for old, _ in pairs], [new for _, new in pairs]
         )
