@@ -2,8 +2,17 @@
 
 from ortgrad import nodes
 from ortgrad import ops as _ops  # noqa: F401  (importing it declares the operators)
+from ortgrad.differentiate import build_gradient_model
 from ortgrad.dispatch import install as _install
-from ortgrad.errors import KernelError, ModelError, NodeError, OrtgradError, RegistrationError
+from ortgrad.errors import (
+    KernelError,
+    ModelError,
+    NodeError,
+    OrtgradError,
+    RegistrationError,
+    UnsupportedGradientError,
+)
+from ortgrad.gradient import gradient
 from ortgrad.prepare import prepare
 from ortgrad.registry import operator
 from ortgrad.session import InferenceSession, get_library_path, register
@@ -17,7 +26,10 @@ __all__ = [
     "NodeError",
     "OrtgradError",
     "RegistrationError",
+    "UnsupportedGradientError",
+    "build_gradient_model",
     "get_library_path",
+    "gradient",
     "nodes",
     "operator",
     "prepare",

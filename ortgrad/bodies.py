@@ -19,7 +19,7 @@ from ortgrad.registry import find_operator
 # ScatterElements with reduction, Pad with axes); older models are converted up to it.
 MINIMUM_OPSET = 18
 
-_RANDOM = frozenset(
+RANDOM = frozenset(
     [
         "Bernoulli",
         "Dropout",
@@ -74,7 +74,7 @@ class Ops(ir.tape.Tape):
                 f"_{output.index()}" if _outputs > 1 else ""
             )
         result = outputs[0] if _outputs == 1 else outputs
-        if op_type not in _RANDOM:
+        if op_type not in RANDOM:
             self._recorded[key] = result
         return result
 

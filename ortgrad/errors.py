@@ -15,6 +15,16 @@ class NodeError(ModelError):
     """A gradient node is wrong: unknown attribute, missing input, unknown rank or type."""
 
 
+class NameNotFoundError(ModelError, KeyError):
+    """A name in `wrt` or `of` is not in the model."""
+
+    __str__ = Exception.__str__  # KeyError would show the text in quotes
+
+
+class UnsupportedGradientError(OrtgradError, NotImplementedError):
+    """Nodes between `wrt` and `of` cannot be differentiated; the text lists all of them."""
+
+
 class RegistrationError(OrtgradError, ValueError):
     """An operator is declared twice, or at a time when that is no longer safe."""
 

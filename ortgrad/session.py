@@ -64,7 +64,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels: Kernels = "auto",
         **kwargs: Any,
     ) -> None:
-        options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
+        options = sess_options
+        if options is None:
+            options = onnxruntime.SessionOptions()
+            # At its default level onnxruntime warns of every weight that can be fed.
+            options.log_severity_level = 3
         self._monitor = _Monitor(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
         model = load_model(path_or_bytes, external_data=False)
         if isinstance(path_or_bytes, (str, os.PathLike)) and not _has_entry(options, _EXTERNAL_FOLDER):

@@ -6,20 +6,18 @@ from collections.abc import Callable
 
 import onnx
 import onnx_ir as ir
-from onnx import version_converter
 from onnx_ir.passes.common import InlinePass
 
-from ortgrad.bodies import MINIMUM_OPSET
-from ortgrad.errors import ModelError
 from ortgrad.passes.attach import attach
-from ortgrad.passes.complete import POOL_GRADIENTS, complete
+from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
-from ortgrad.registry import DOMAIN, PYTHON_TYPES, Operator, find_operator
+from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.registry import PYTHON_TYPES, Operator, find_operator
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
     """A copy of the model with complete gradient nodes and their bodies, or the bodies alone."""
-    model = ir.from_proto(_at_minimum_opset(source))
+    model = ir.from_proto(at_minimum_opset(source))
     _inline_functions_with_gradients(model)
     complete(model)
     expand(model, _chooser(kernels))
@@ -39,29 +37,6 @@ def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
         return any(t.numpy().name not in PYTHON_TYPES for t in types)
 
     return choose
-
-
-def _at_minimum_opset(source: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, converted with onnx's own converter if its opset is too old for the bodies."""
-    version = next((o.version for o in source.opset_import if o.domain in ("", "ai.onnx")), None)
-    if version is not None and version >= MINIMUM_OPSET:
-        return source
-    model = onnx.ModelProto()
-    model.CopyFrom(source)
-    if version is None:
-        model.opset_import.append(onnx.helper.make_opsetid("", MINIMUM_OPSET))
-        return model
-    # The converter takes MaxPoolGrad in the default domain for an operator that it should know.
-    for node in model.graph.node:
-        if node.op_type in POOL_GRADIENTS and node.domain in ("", "ai.onnx"):
-            node.domain = DOMAIN
-    try:
-        return version_converter.convert_version(model, MINIMUM_OPSET)
-    except RuntimeError as error:
-        raise ModelError(
-            f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
-            f"cannot convert it: {error}"
-        ) from error
 
 
 def _inline_functions_with_gradients(model: ir.Model) -> None:

@@ -1,0 +1,170 @@
+"""From a forward model to its backward graph."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+from ortgrad.backward import FLOAT_TYPES, BackwardPass, Failure, subgraphs
+from ortgrad.bodies import Ops
+from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
+from ortgrad.passes.attach import attach
+from ortgrad.passes.complete import complete, infer_types
+from ortgrad.passes.deduplicate import deduplicate
+from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.opset import at_minimum_opset
+
+
+def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
+    """`build_gradient_model` for a ModelProto."""
+    model = ir.from_proto(at_minimum_opset(source))
+    graph = model.graph
+    if model.functions:
+        InlinePass()(model)
+    infer_types(model)
+    values = _values_by_name(graph)
+    outputs = [_output(graph, name) for name in of] if of is not None else list(graph.outputs[:1])
+    if not outputs:
+        raise ModelError("the model has no output to differentiate")
+    targets = [_target(values, name) for name in wrt] if wrt is not None else _float_initializers(graph)
+    for value in outputs:
+        if value.dtype not in FLOAT_TYPES:
+            raise ModelError(
+                f"output {value.name!r} has element type {_type_name(value)}, which has no gradient"
+            )
+    graph.sort()
+    expand_unsupported(model, targets)
+    op = Ops(model.opset_imports[""])
+    backward = BackwardPass(op, list(graph), targets)
+    taken = {v.name for n in graph.all_nodes() for v in n.outputs if v.name} | set(values)
+    for value in outputs:
+        backward.seed(value, _seed(graph, op, value, alone=len(outputs) == 1, taken=taken))
+    backward.run()
+    if backward.failures:
+        raise UnsupportedGradientError(_list_failures(backward.failures, model))
+    results = [_result(backward, value, taken) for value in targets]
+    _name_nodes(op.nodes, taken | {value.name for value in results if value.name}, keep=set(results))
+    graph.extend(op.nodes)
+    for value, result in zip(targets, results, strict=True):
+        graph.outputs.append(result)
+        if value.is_initializer() and not value.is_graph_input():
+            # With a default, so that a training loop can feed new values.
+            graph.inputs.append(value)
+    graph.sort()
+    deduplicate(model)
+    RemoveUnusedNodesPass()(model)
+    RemoveUnusedOpsetsPass()(model)
+    complete(model)
+    attach(model)
+    return ir.to_proto(model)
+
+
+def _values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
+    values = [*graph.inputs, *graph.initializers.values()]
+    values += [output for node in graph for output in node.outputs]
+    return {value.name: value for value in values if value.name}
+
+
+def _output(graph: ir.Graph, name: str) -> ir.Value:
+    outputs = {value.name: value for value in graph.outputs if value.name}
+    if name not in outputs:
+        raise NameNotFoundError(f"of={name!r} is not an output of the model{_nearest(name, outputs)}")
+    return outputs[name]
+
+
+def _target(values: dict[str, ir.Value], name: str) -> ir.Value:
+    if name not in values:
+        raise NameNotFoundError(f"wrt={name!r} is not a value of the model{_nearest(name, values)}")
+    value = values[name]
+    if value.dtype is not None and value.dtype not in FLOAT_TYPES:
+        raise ModelError(f"wrt={name!r} has element type {_type_name(value)}, which has no gradient")
+    return value
+
+
+def _type_name(value: ir.Value) -> str:
+    return "unknown" if value.dtype is None else value.dtype.name.lower()
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+def _float_initializers(graph: ir.Graph) -> list[ir.Value]:
+    targets = [value for value in graph.initializers.values() if value.dtype in FLOAT_TYPES]
+    if not targets:
+        raise ModelError("the model has no floating-point initializer; name what you want in wrt")
+    return targets
+
+
+def _seed(graph: ir.Graph, op: Ops, value: ir.Value, *, alone: bool, taken: set[str]) -> ir.Value:
+    """The gradient to start from: 1 for a single scalar, else an input of the graph."""
+    if alone and value.shape is not None and len(value.shape) == 0:
+        assert value.dtype is not None
+        return op.constant(np.array(1.0, value.dtype.numpy()))
+    name = _free_name(f"{value.name}_grad", taken)
+    seed = ir.Value(name=name, type=value.type, shape=value.shape)
+    graph.inputs.append(seed)
+    return seed
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}_{number}", number + 1
+    taken.add(free)
+    return free
+
+
+def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Value:
+    """The gradient of a target under the name that belongs to it."""
+    op = backward.op
+    op.prefix = f"{value.name}_grad/"
+    grad = backward.total(value)
+    if grad is None:
+        grad = op.full_like(value, 0.0)
+    name = _free_name(f"{value.name}_grad", taken)
+    if grad.name != name:
+        # Another value's gradient is the same tensor, or it comes from outside.
+        grad = op.copy(grad)
+        for node in op.nodes:
+            for other in node.outputs:
+                if other.name == name:
+                    other.name = f"{name}/total"
+        grad.name = name
+    grad.type, grad.shape = value.type, value.shape
+    return grad
+
+
+def _name_nodes(nodes: Iterable[ir.Node], taken: set[str], keep: set[ir.Value]) -> None:
+    """Give recorded nodes and values names that nothing else has; a built model can be built again."""
+    for node in nodes:
+        for value in node.outputs:
+            if value not in keep and value.name:
+                value.name = _free_name(value.name, taken)
+        node.name = node.outputs[0].name
+        for graph in subgraphs(node):
+            for value in graph.inputs:
+                value.name = _free_name(value.name or "input", taken)
+            _name_nodes(graph, taken, keep)
+
+
+def _list_failures(failures: Sequence[Failure], model: ir.Model) -> str:
+    lines = [f"{len(failures)} node(s) between `wrt` and `of` cannot be differentiated:"]
+    for failure in failures:
+        node = failure.node
+        domain = node.domain or "ai.onnx"
+        opset = model.opset_imports.get(node.domain, "unknown")
+        lines.append(
+            f"  {node.op_type} (domain {domain}, opset {opset}), node {node.name!r}: {failure.reason}"
+        )
+    lines.append(
+        "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
+        "or put an equivalent operator in their place."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,32 @@
+"""Build the backward graph of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+
+from ortgrad.models import ModelLike, load_model
+
+
+def build_gradient_model(
+    model: ModelLike, *, wrt: str | Sequence[str] | None = None, of: str | Sequence[str] | None = None
+) -> onnx.ModelProto:
+    """A model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
+
+    `wrt` names inputs, initializers or intermediate values (default: every floating-point
+    initializer); initializers among them can be fed from then on. `of` names one output or several (default:
+    the first). One scalar output is seeded with 1; otherwise the model gets an input
+    `<output>_grad` for each. Where a name is taken, `_2` is appended. What does not influence `of`
+    has a gradient of zeros. Raises UnsupportedGradientError with all nodes that cannot be differentiated.
+    """
+    from ortgrad.build import build  # onnx-ir takes a while to import
+
+    return build(load_model(model), _names(wrt), _names(of))
+
+
+def _names(names: str | Sequence[str] | None) -> list[str] | None:
+    if names is None:
+        return None
+    # Once each, in the order given.
+    return list(dict.fromkeys([names] if isinstance(names, str) else names))

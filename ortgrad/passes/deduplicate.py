@@ -1,0 +1,37 @@
+"""Keep one of several nodes that compute the same. Random operators are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from ortgrad.backward import subgraphs
+from ortgrad.bodies import RANDOM
+
+
+def deduplicate(model: ir.Model) -> None:
+    """Merge equal nodes of the main graph, which must be sorted, in place."""
+    graph = model.graph
+    seen: dict[Any, ir.Node] = {}
+    for node in list(graph):
+        if node.op_type in RANDOM or subgraphs(node):
+            continue
+        key = (
+            node.op_identifier(),
+            tuple(map(id, node.inputs)),
+            len(node.outputs),
+            tuple(sorted((a.name, _content(a)) for a in node.attributes.values())),
+        )
+        first = seen.setdefault(key, node)
+        if first is node or any(value.is_graph_output() for value in node.outputs):
+            continue
+        ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
+        graph.remove(node, safe=True)
+
+
+def _content(attribute: ir.Attr) -> str:
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensor = attribute.as_tensor()
+        return f"{tensor.dtype}{tensor.shape}{tensor.tobytes()!r}"
+    return repr(attribute.value)
