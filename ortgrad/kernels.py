@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 # Below this many elements per thread, starting the threads costs more than they bring.
 _ELEMENTS_PER_THREAD = 1 << 17
 _CHUNK = 1 << 16
+_BITS: dict[int, type[np.signedinteger]] = {4: np.int32, 8: np.int64}
 
 
 def require_same_shape(**arrays: np.ndarray) -> None:
@@ -24,7 +25,12 @@ def require_same_shape(**arrays: np.ndarray) -> None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_count(), thread_name_prefix="ortgrad")
+    return ThreadPoolExecutor(thread_count() - 1, thread_name_prefix="ortgrad")
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child has the pool but none of its threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @cache
@@ -35,24 +41,52 @@ def thread_count() -> int:
 
 def parallel(function: Callable[[int], Any], count: int) -> None:
     """Call function(0) ... function(count - 1) on all threads; NumPy lets go of the GIL meanwhile."""
-    if count < 2 or thread_count() < 2:
-        for i in range(count):
-            function(i)
+    indices = iter(range(count))
+
+    def work() -> None:
+        # NumPy's error state belongs to a thread.
+        with np.errstate(all="ignore"):
+            for i in indices:
+                function(i)
+
+    helpers = [_pool().submit(work) for _ in range(min(count, thread_count()) - 1)]
+    try:
+        work()
+    finally:
+        # A helper that has not begun by now has nothing left to do; not waiting for it
+        # is also what keeps a parallel() inside a parallel() from waiting for itself.
+        wait(begun := [helper for helper in helpers if not helper.cancel()])
+    for helper in begun:
+        helper.result()
+
+
+def elementwise(function: Callable[..., None], *arrays: np.ndarray) -> np.ndarray:
+    """Run an in-place element-wise function over pieces that fit the cache, on all threads.
+
+    Returns the first array.
+    """
+    blockwise(function, *(a.reshape(-1) for a in arrays))
+    return arrays[0]
+
+
+def blockwise(function: Callable[..., None], *arrays: np.ndarray) -> None:
+    """Run an in-place function over pieces along the first axis that fit the cache, on all threads."""
+    rows, size = len(arrays[0]), arrays[0].size
+    if not size:
         return
-    for _ in _pool().map(function, range(count)):
-        pass
-
-
-def elementwise(function: Callable[..., None], *arrays: np.ndarray) -> None:
-    """Run an in-place element-wise function over pieces that fit the cache, on all threads."""
-    flat = [a.reshape(-1) for a in arrays]
-    size = flat[0].size
-    threads = min(thread_count(), max(1, size // _ELEMENTS_PER_THREAD))
-    per_thread = -(-size // threads) if size else 0
+    step = max(1, _CHUNK * rows // size)
+    threads = min(thread_count(), rows, max(1, size // _ELEMENTS_PER_THREAD))
+    per_thread = -(-rows // threads)
 
     def run(thread: int) -> None:
-        for start in range(thread * per_thread, min(size, (thread + 1) * per_thread), _CHUNK):
-            stop = min(start + _CHUNK, (thread + 1) * per_thread)
-            function(*(a[start:stop] for a in flat))
+        end = min(rows, (thread + 1) * per_thread)
+        for start in range(thread * per_thread, end, step):
+            function(*(a[start : min(start + step, end)] for a in arrays))
 
     parallel(run, threads)
+
+
+def keep_where(mask: np.ndarray, values: np.ndarray) -> None:
+    """Put 0 where the mask is false, in place. Unlike a product with 0, this cuts off inf and NaN too."""
+    bits = values.view(_BITS[values.itemsize])
+    bits *= mask.view(np.int8)

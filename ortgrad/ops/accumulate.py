@@ -1,0 +1,61 @@
+"""Gradient accumulation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.kernels import require_same_shape
+from ortgrad.registry import FLOATS, Operand, Shape, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+
+def _shapes(
+    buffer: Operand | None, value: Operand | None, overwrite: Operand | None
+) -> tuple[Shape | None, ...]:
+    return (1,), None if buffer is None else buffer.shape
+
+
+@operator(
+    "InPlaceAccumulatorV2",
+    inputs=["accumulation_buffer", "value: T_GRAD", "overwrite_flag?: bool"],
+    outputs=["updated_flag: bool", "accumulation_buffer_out?"],
+    shapes=_shapes,
+    types={"T": FLOATS, "T_GRAD": FLOATS},
+)
+def in_place_accumulator_v2(
+    buffer: np.ndarray, value: np.ndarray, overwrite: np.ndarray | None, *, wanted: tuple[bool, ...]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """accumulation_buffer_out = accumulation_buffer + value, or value alone if overwrite_flag is true
+
+    onnxruntime-training also changes the buffer itself; here the sum is an output and nothing else.
+    """
+    require_same_shape(accumulation_buffer=buffer, value=value)
+    if overwrite is not None and overwrite.size != 1:
+        raise ValueError(f"overwrite_flag must be one value, it has the shape {list(overwrite.shape)}")
+    updated = np.ones(1, np.bool_)
+    if not wanted[1]:
+        return updated, None
+    if overwrite is not None and overwrite.reshape(-1)[0]:
+        return updated, value.astype(buffer.dtype, copy=False)
+    np.add(buffer, value, out=buffer, casting="same_kind")
+    return updated, buffer
+
+
+@in_place_accumulator_v2.onnx
+def _(
+    op: Ops, buffer: ir.Value, value: ir.Value, overwrite: ir.Value | None, *, wanted: tuple[bool, ...]
+) -> tuple[ir.Value, ir.Value | None]:
+    updated = op.constant(np.ones(1, np.bool_))
+    if not wanted[1]:
+        return updated, None
+    value = op.CastLike(value, buffer)
+    total = op.Add(buffer, value)
+    if overwrite is None:
+        return updated, total
+    return updated, op.Where(op.Reshape(overwrite, np.zeros(0, np.int64)), value, total)

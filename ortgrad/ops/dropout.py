@@ -1,0 +1,82 @@
+"""Gradients of Dropout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.kernels import elementwise, keep_where, require_same_shape
+from ortgrad.registry import FLOATS, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+_CONTRACT: dict[str, Any] = {
+    "inputs": ["dY", "mask?: bool", "ratio?: T1", "training_mode?: bool"],
+    "outputs": ["dX"],
+    "shapes": "dY",
+    "types": {"T": FLOATS, "T1": FLOATS},
+    "auto": "python",
+}
+_DEFAULT_RATIO = 0.5
+
+
+@operator("DropoutGrad", **_CONTRACT)
+def dropout_grad(
+    dy: np.ndarray, mask: np.ndarray | None, ratio: np.ndarray | None, training_mode: np.ndarray | None
+) -> np.ndarray:
+    """dX = dY / (1 - ratio) where mask, else 0; dY itself without mask or out of training mode"""
+    if mask is not None:
+        require_same_shape(dY=dy, mask=mask)
+    rate = _DEFAULT_RATIO if ratio is None else float(_single("ratio", ratio))
+    if not 0 <= rate < 1:
+        raise ValueError(f"ratio must be in [0, 1), it is {rate}")
+    training = training_mode is None or bool(_single("training_mode", training_mode))
+    if mask is None or not training:
+        return dy
+    scale = 1 / (1 - rate)
+
+    def grad(dy: np.ndarray, mask: np.ndarray) -> None:
+        keep_where(mask, dy)
+        np.multiply(dy, scale, out=dy)
+
+    return elementwise(grad, dy, mask)
+
+
+@operator("TrainableDropoutGrad", **_CONTRACT)
+def trainable_dropout_grad(
+    dy: np.ndarray, mask: np.ndarray | None, ratio: np.ndarray | None, training_mode: np.ndarray | None
+) -> np.ndarray:
+    """DropoutGrad, for the gradient of the former TrainableDropout"""
+    result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode)
+    return result
+
+
+@dropout_grad.onnx
+@trainable_dropout_grad.onnx
+def _(
+    op: Ops, dy: ir.Value, mask: ir.Value | None, ratio: ir.Value | None, training_mode: ir.Value | None
+) -> ir.Value:
+    if mask is None:
+        return op.Identity(dy)
+    if ratio is None:
+        scaled = op.Mul(dy, 1 / (1 - _DEFAULT_RATIO))
+    else:
+        # One element may come as a vector, which must not give a scalar dY another rank.
+        ratio = op.Reshape(ratio, np.zeros(0, np.int64))
+        valid = op.And(op.GreaterOrEqual(ratio, 0.0), op.Less(ratio, 1.0))
+        scale = op.Where(valid, op.Reciprocal(op.Sub(1.0, ratio)), float("nan"))
+        scaled = op.Mul(dy, op.CastLike(scale, dy))
+    dropped = op.Where(mask, scaled, 0.0)
+    if training_mode is None:
+        return dropped
+    return op.Where(op.Reshape(training_mode, np.zeros(0, np.int64)), dropped, dy)
+
+
+def _single(name: str, array: np.ndarray) -> Any:
+    if array.size != 1:
+        raise ValueError(f"{name} must be one value, it has the shape {list(array.shape)}")
+    return array.reshape(-1)[0]

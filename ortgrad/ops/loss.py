@@ -1,0 +1,126 @@
+"""Gradients of losses."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.kernels import blockwise
+from ortgrad.registry import FLOATS, INTEGERS, Choice, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+
+@operator(
+    "SoftmaxCrossEntropyLossGrad",
+    inputs=["dY", "log_prob", "label: Tind", "weight?"],
+    outputs=["d_logits"],
+    shapes="log_prob",
+    attributes={"reduction": Choice("mean", "sum", "none"), "ignore_index": int},
+    types={"T": FLOATS, "Tind": INTEGERS},
+)
+def softmax_cross_entropy_loss_grad(
+    dy: np.ndarray,
+    log_prob: np.ndarray,
+    label: np.ndarray,
+    weight: np.ndarray | None,
+    *,
+    reduction: str,
+    ignore_index: int | None,
+) -> np.ndarray:
+    """d_logits = dY * w * (exp(log_prob) - onehot(label)), w the weight of the label over the sum of all
+
+    The sum is there for "mean" only. log_prob has the shape [N, C, d1, ...], label [N, d1, ...].
+    A sample of weight 0 (every ignored one) gets the gradient 0, even if all are.
+    """
+    _check_shapes(dy, log_prob, label, weight, reduction)
+    classes = log_prob.shape[1]
+    ignored = label == ignore_index if ignore_index is not None else np.zeros(label.shape, np.bool_)
+    wrong = ~ignored & ((label < 0) | (label >= classes))
+    if wrong.any():
+        raise ValueError(f"label {label[wrong][0]} is out of range for {classes} classes")
+    label[ignored] = 0
+
+    samples = np.ones(label.shape, log_prob.dtype) if weight is None else weight[label]
+    samples[ignored] = 0
+    scale = dy / samples.sum(dtype=np.float64) if reduction == "mean" else dy
+    factor = (samples * scale.reshape(label.shape if reduction == "none" else ())).astype(log_prob.dtype)
+
+    def grad(p: np.ndarray, label: np.ndarray, samples: np.ndarray, factor: np.ndarray) -> None:
+        np.exp(p, out=p)
+        p[np.arange(len(p))[:, None], label, np.arange(p.shape[2])] -= 1
+        p *= factor[:, None]
+        if not samples.all():
+            np.moveaxis(p, 1, 2)[samples == 0] = 0
+
+    n, positions = label.shape[0], math.prod(label.shape[1:])
+    per_sample = [a.reshape(n, positions) for a in (label, samples, factor)]
+    blockwise(grad, log_prob.reshape(n, classes, positions), *per_sample)
+    return log_prob
+
+
+@softmax_cross_entropy_loss_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    log_prob: ir.Value,
+    label: ir.Value,
+    weight: ir.Value | None,
+    *,
+    reduction: str,
+    ignore_index: int | None,
+) -> ir.Value:
+    ignored = None if ignore_index is None else op.Equal(label, op.number(ignore_index, label))
+    if ignored is not None:
+        label = op.Where(ignored, op.number(0, label), label)
+    samples = None
+    if weight is not None:
+        samples = op.Gather(weight, label)
+        samples = samples if ignored is None else op.Where(ignored, 0.0, samples)
+    elif ignored is not None:
+        samples = op.CastLike(op.Not(ignored), log_prob)
+
+    factor = op.Unsqueeze(dy, [1]) if reduction == "none" else op.Reshape(dy, np.zeros(0, np.int64))
+    if reduction == "mean":
+        # float16 cannot count to 100,000.
+        double = log_prob.dtype is not None and log_prob.dtype.itemsize == 8
+        wide = np.zeros(0, np.float64 if double else np.float32)
+        total = op.Size(label) if samples is None else op.ReduceSum(op.CastLike(samples, wide), keepdims=0)
+        factor = op.CastLike(op.Div(op.CastLike(factor, wide), op.CastLike(total, wide)), log_prob)
+    if samples is not None:
+        factor = op.Mul(factor, op.Unsqueeze(samples, [1]))
+
+    # A negative index would count from the end; as C it is refused like all that are out of range.
+    classes = op.CastLike(op.Shape(log_prob, start=1, end=2), label)
+    index = op.Unsqueeze(op.Where(op.Less(label, op.number(0, label)), classes, label), [1])
+    p = op.Exp(log_prob)
+    p = op.ScatterElements(p, index, op.Sub(op.GatherElements(p, index, axis=1), 1.0), axis=1)
+    result = op.Mul(p, factor)
+    if samples is None:
+        return result
+    return op.Where(op.Unsqueeze(op.Equal(samples, 0.0), [1]), 0.0, result)
+
+
+def _check_shapes(
+    dy: np.ndarray, log_prob: np.ndarray, label: np.ndarray, weight: np.ndarray | None, reduction: str
+) -> None:
+    if log_prob.ndim < 2 or label.shape != log_prob.shape[:1] + log_prob.shape[2:]:
+        raise ValueError(
+            "log_prob must be [N, C, d1, ...] and label [N, d1, ...]: "
+            f"log_prob has {list(log_prob.shape)}, label {list(label.shape)}"
+        )
+    if weight is not None and weight.shape != log_prob.shape[1:2]:
+        raise ValueError(
+            f"weight must have one value per class, [{log_prob.shape[1]}], it has {list(weight.shape)}"
+        )
+    if reduction == "none" and dy.shape != label.shape:
+        raise ValueError(
+            f"without reduction dY must have the shape of label, {list(label.shape)}, it has {list(dy.shape)}"
+        )
+    if reduction != "none" and dy.size != 1:
+        raise ValueError(f"dY must be one value for reduction {reduction!r}, it has {list(dy.shape)}")

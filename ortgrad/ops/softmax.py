@@ -1,0 +1,126 @@
+"""Gradients of Softmax and LogSoftmax.
+
+Up to opset 12 they normalize over all axes from `axis` on (the input is coerced to a matrix),
+from opset 13 on over `axis` alone; the operators for the latter have names that end in _13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.errors import NodeError
+from ortgrad.kernels import blockwise, require_same_shape
+from ortgrad.registry import operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+
+@operator("SoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": 1})
+def softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+    """dX = Y * (dY - sum(Y * dY)), the sum over all axes from `axis` on"""
+    return _from_axis_on(_softmax, dy, y, axis)
+
+
+@softmax_grad.onnx
+def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    return _body_from_axis_on(_softmax_body, op, dy, y, axis)
+
+
+@operator("SoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": -1})
+def softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+    """dX = Y * (dY - sum(Y * dY)), the sum over `axis`"""
+    return _over_axis(_softmax, dy, y, axis)
+
+
+@softmax_grad_13.onnx
+def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    return _softmax_body(op, dy, y, axis)
+
+
+@operator("LogSoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": 1})
+def log_softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+    """dX = dY - exp(Y) * sum(dY), the sum over all axes from `axis` on"""
+    return _from_axis_on(_log_softmax, dy, y, axis)
+
+
+@log_softmax_grad.onnx
+def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    return _body_from_axis_on(_log_softmax_body, op, dy, y, axis)
+
+
+@operator("LogSoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": -1})
+def log_softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+    """dX = dY - exp(Y) * sum(dY), the sum over `axis`"""
+    return _over_axis(_log_softmax, dy, y, axis)
+
+
+@log_softmax_grad_13.onnx
+def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    return _log_softmax_body(op, dy, y, axis)
+
+
+def _softmax(dy: np.ndarray, y: np.ndarray) -> None:
+    dy -= np.einsum("iaj,iaj->ij", dy, y)[:, None]
+    dy *= y
+
+
+def _softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
+    _check_axis(y, axis)
+    return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(y, dy), [axis])))
+
+
+def _log_softmax(dy: np.ndarray, y: np.ndarray) -> None:
+    np.exp(y, out=y)
+    y *= dy.sum(axis=1, keepdims=True)
+    dy -= y
+
+
+def _log_softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
+    _check_axis(y, axis)
+    return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, [axis])))
+
+
+def _over_axis(grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+    require_same_shape(dY=dy, Y=y)
+    axis = _normalized(axis, y.ndim)
+    blockwise(grad, *(_matrices(a, axis, axis + 1) for a in (dy, y)))
+    return dy
+
+
+def _from_axis_on(grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+    require_same_shape(dY=dy, Y=y)
+    axis = _normalized(axis, y.ndim)
+    blockwise(grad, *(_matrices(a, axis, y.ndim) for a in (dy, y)))
+    return dy
+
+
+def _matrices(array: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """The array with three axes: those before `start`, those that are summed over, those from `stop` on."""
+    shape = array.shape
+    return array.reshape(math.prod(shape[:start]), math.prod(shape[start:stop]), math.prod(shape[stop:]))
+
+
+def _body_from_axis_on(
+    body: Callable[..., ir.Value], op: Ops, dy: ir.Value, y: ir.Value, axis: int
+) -> ir.Value:
+    _check_axis(y, axis)
+    matrices = [op.Flatten(value, axis=axis) for value in (dy, y)]
+    return op.Reshape(body(op, *matrices, 1), op.Shape(y))
+
+
+def _normalized(axis: int, rank: int) -> int:
+    if not -rank <= axis < rank:
+        raise NodeError(f"axis {axis} is out of range for a tensor with {rank} dimensions")
+    return axis % rank
+
+
+def _check_axis(value: ir.Value, axis: int) -> None:
+    if value.shape is not None:
+        _normalized(axis, len(value.shape))
