@@ -36,16 +36,14 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
     return proto
 
 
-def _parse(data: bytes, what: str) -> onnx.ModelProto:
+def _parse(data: bytes, where: str) -> onnx.ModelProto:
     try:
         return onnx.ModelProto.FromString(data)
     except DecodeError as error:
-        raise ModelError(
-            f"{what} are no ONNX model" if what == "the bytes" else f"{what} is no ONNX model"
-        ) from error
+        raise ModelError(f"there is no ONNX model in {where}: it cannot be parsed") from error
 
 
-def _checked(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
+def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     if not model.opset_import or not model.HasField("graph"):
-        raise ModelError(f"{what} holds no ONNX model: graph or opset_import is missing")
+        raise ModelError(f"there is no ONNX model in {where}: graph or opset_import is missing")
     return model

@@ -71,7 +71,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             options.log_severity_level = 3
         self._monitor = _Monitor(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
         model = load_model(path_or_bytes, external_data=False)
-        if isinstance(path_or_bytes, (str, os.PathLike)) and not _has_entry(options, _EXTERNAL_FOLDER):
+        if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         prepared = prepare_loaded(model, kernels)
         if prepared is not model:
@@ -135,10 +135,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         run_options: onnxruntime.RunOptions | None = None,
     ) -> None:
         monitor = self._monitor
+        run = monitor.start_async()
 
         def checked(results: Sequence[Any], data: Any, message: str) -> None:
-            # onnxruntime calls back on the thread that ran the kernels.
-            error = monitor.take_stray()
+            error = monitor.finish_async(run)
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
@@ -147,21 +147,24 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 class _Monitor:
     """Knows which run of a session a failing kernel belongs to: a run and its kernels share a thread.
 
-    In parallel execution mode they do not, so there one run waits for the other.
+    In parallel execution mode they do not, so there one run waits for the other, and a failure
+    counts against every asynchronous run that is under way.
     """
 
     def __init__(self, parallel: bool) -> None:
+        self._parallel = parallel
+        self._one_at_a_time = threading.Lock()
         self._runs: dict[int, _Run] = {}
+        self._async_runs: set[_Run] = set()
         self._stray: dict[int, BaseException] = {}
-        self._one_at_a_time = threading.Lock() if parallel else None
 
     @contextmanager
     def run(self, given: onnxruntime.RunOptions | None) -> Iterator[onnxruntime.RunOptions]:
-        if self._one_at_a_time is None:
-            with self._watch(threading.get_ident(), given) as options:
+        if self._parallel:
+            with self._one_at_a_time, self._watch(0, given) as options:
                 yield options
         else:
-            with self._one_at_a_time, self._watch(0, given) as options:
+            with self._watch(threading.get_ident(), given) as options:
                 yield options
 
     @contextmanager
@@ -184,16 +187,26 @@ class _Monitor:
         if run.error is not None:
             raise run.error
 
+    def start_async(self) -> _Run:
+        run = _Run(None)
+        self._async_runs.add(run)
+        return run
+
+    def finish_async(self, run: _Run) -> BaseException | None:
+        """The error of a run that has ended; onnxruntime calls back on the thread of its kernels."""
+        self._async_runs.discard(run)
+        return self._stray.pop(threading.get_ident(), None) or run.error
+
     def kernel_failed(self, error: BaseException) -> None:
         thread = threading.get_ident()
-        run = self._runs.get(0 if self._one_at_a_time else thread)
+        run = self._runs.get(0 if self._parallel else thread)
         if run is not None:
             run.fail(error)
-        else:
+        elif not self._parallel:
             self._stray[thread] = error
-
-    def take_stray(self) -> BaseException | None:
-        return self._stray.pop(threading.get_ident(), None)
+        if self._parallel:
+            for async_run in list(self._async_runs):
+                async_run.fail(error)
 
 
 class _Run:
@@ -224,6 +237,10 @@ def _bind_nodes(graph: onnx.GraphProto, session: int) -> int:
             for inner in (attribute.g, *attribute.graphs):
                 count += _bind_nodes(inner, session)
     return count
+
+
+def _has_external_data(model: onnx.ModelProto) -> bool:
+    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
 
 
 def _serialize(model: onnx.ModelProto) -> bytes:

@@ -12,10 +12,11 @@ from ortgrad.registry import find_operator
 def attach(model: ir.Model) -> None:
     """Give complete gradient nodes their functions; nodes with equal bodies share one."""
     nodes = list(gradient_nodes(model))
-    own = [key for key, f in model.functions.items() if find_operator(f.name, f.domain) and f.overload]
-    called = {node.op_identifier() for node, _ in nodes}
-    for key in own:
-        if key in called:
+    ours = {node for node, _ in nodes}
+    others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
+    for key, function in list(model.functions.items()):
+        # A body from an earlier time: its node gets a new one, or is there no more.
+        if find_operator(function.name, function.domain) and function.overload and key not in others:
             del model.functions[key]
     for node, operator in nodes:
         function = make_function(call_of(node, operator), node.inputs, model.opset_imports[""])
