@@ -70,12 +70,12 @@ def windows(
     outputs = []
     for i, (n, k, s, d) in enumerate(zip(sizes, kernel, strides, dilations, strict=True)):
         room = n + heads[i] + tails[i] - (k - 1) * d - 1
-        if room < 0:
+        count = (-(-room // s) if ceil_mode else room // s) + 1
+        if count < 1:
             raise ValueError(
                 f"a window of {(k - 1) * d + 1} (kernel {k}, dilation {d}) does not fit into spatial "
                 f"dimension {i} of size {n} with pads {heads[i]} and {tails[i]}"
             )
-        count = (-(-room // s) if ceil_mode else room // s) + 1
         # A window that starts behind the input and its head padding would see nothing but padding.
         if ceil_mode and (count - 1) * s >= n + heads[i]:
             count -= 1
