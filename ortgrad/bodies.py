@@ -186,7 +186,7 @@ def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[
     extra = {"wanted": call.wanted} if operator.has_optional_outputs else {}
     try:
         result = operator.body(op, *operands, **call.attributes, **extra)
-    except NodeError as error:
+    except ValueError as error:
         raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     return [value if want else None for value, want in zip(results, call.wanted, strict=True)]
