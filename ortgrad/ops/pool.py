@@ -1,0 +1,327 @@
+"""Gradients of MaxPool and AveragePool, over any number of spatial dimensions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ortgrad.errors import NodeError
+from ortgrad.kernels import parallel
+from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
+from ortgrad.registry import Choice, Operand, Shape, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+# As many elements of dX at a time as stay in the cache from one axis to the next.
+_PIECE = 1 << 19
+_ATTRIBUTES = {
+    "auto_pad": Choice(*AUTO_PADS),
+    "ceil_mode": 0,
+    "dilations": list[int],
+    "kernel_shape": list[int],
+    "pads": list[int],
+    "strides": list[int],
+}
+
+
+def _shapes(*operands: Operand | None, **_: Any) -> Sequence[Shape | None]:
+    dy, x_shape = operands[0], operands[-1]
+    if x_shape is not None and x_shape.value is not None:
+        return [tuple(int(n) for n in x_shape.value)]
+    if dy is None or dy.shape is None:
+        return [None]
+    return [dy.shape[:2] + (None,) * (len(dy.shape) - 2)]
+
+
+@operator(
+    "MaxPoolGrad",
+    inputs=["dY", "Indices: int64", "X_shape: int64"],
+    outputs=["dX"],
+    shapes=_shapes,
+    attributes={**_ATTRIBUTES, "storage_order": 0},
+    auto="python",
+)
+def max_pool_grad(
+    dy: np.ndarray,
+    indices: np.ndarray,
+    x_shape: np.ndarray,
+    *,
+    kernel_shape: list[int] | None,
+    storage_order: int,
+    **attributes: Any,
+) -> np.ndarray:
+    """dX[Indices] += dY, the indices counted over the whole of X as MaxPool writes them"""
+    shape = _input_shape(dy, x_shape)
+    if indices.shape != dy.shape:
+        raise ValueError(f"Indices {list(indices.shape)} must have the shape of dY {list(dy.shape)}")
+    if storage_order not in (0, 1):
+        raise ValueError(f"storage_order must be 0 (row major) or 1 (column major), got {storage_order}")
+    # The indices say it all: onnxruntime-training needs no attributes here.
+    w = _windows(dy, shape, kernel_shape, **attributes) if kernel_shape else None
+    # Column major indices are row major ones over the spatial dimensions turned round.
+    sizes = shape[2:] if storage_order == 0 else shape[:1:-1]
+    dx = np.zeros(shape[:2] + sizes, dy.dtype)
+    if dy.size:
+        _require_own_channel(dy, indices, math.prod(sizes), w)
+        np.add.at(dx.reshape(-1), indices.reshape(-1), dy.reshape(-1))
+    return dx if storage_order == 0 else dx.transpose(0, 1, *range(dx.ndim - 1, 1, -1))
+
+
+def _require_own_channel(dy: np.ndarray, indices: np.ndarray, step: int, w: Windows | None) -> None:
+    """Raise unless the windows of each channel have their maximum in that channel."""
+    flat = indices.reshape(dy.shape[0] * dy.shape[1], -1)
+    starts = step * np.arange(len(flat))
+    if w is not None and any(d > n for d, n in zip(w.dilations, w.sizes, strict=True)):
+        # Such a window can step over the whole input. Its index is -1 in every dimension.
+        blank = flat < starts[:, None]
+        dy.reshape(flat.shape)[blank] = 0
+        flat[blank] = starts[np.nonzero(blank)[0]]
+    outside = (flat.min(axis=1) < starts) | (flat.max(axis=1) >= starts + step)
+    if outside.any():
+        row = int(np.argmax(outside))
+        column = int(np.argmax((flat[row] < starts[row]) | (flat[row] >= starts[row] + step)))
+        position = [int(i) for i in np.unravel_index(row * flat.shape[1] + column, dy.shape)]
+        raise ValueError(
+            f"index {flat[row, column]} at {position} is out of range: its batch and channel are "
+            f"[{starts[row]}, {starts[row] + step}) of X"
+        )
+
+
+@max_pool_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    indices: ir.Value,
+    x_shape: ir.Value,
+    *,
+    kernel_shape: list[int] | None,
+    storage_order: int,
+    dilations: list[int] | None,
+    **_: Any,
+) -> ir.Value:
+    shape = x_shape
+    spatial = (len(kernel_shape) if kernel_shape else op.rank(dy) - 2) if storage_order else 0
+    turned = [0, 1, *range(spatial + 1, 1, -1)]
+    if storage_order:
+        shape = op.Gather(x_shape, turned)
+    if max(dilations or [1]) > 1:
+        # A window can step over the whole input if it is small; its index is that of no element.
+        step = op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0)
+        planes = op.Slice(op.Shape(dy), [0], [2])
+        numbers = op.Reshape(op.Range(0, op.ReduceProd(planes, keepdims=0), 1), planes)
+        starts = op.Unsqueeze(op.Mul(numbers, step), list(range(2, op.rank(dy))))
+        blank = op.Less(indices, starts)
+        dy, indices = op.Where(blank, 0.0, dy), op.Where(blank, 0, indices)
+    zeros = op.Expand(op.number(0.0, dy), op.ReduceProd(x_shape, keepdims=1))
+    flat = op.ScatterElements(zeros, op.Reshape(indices, [-1]), op.Reshape(dy, [-1]), axis=0, reduction="add")
+    dx = op.Reshape(flat, shape, allowzero=1)
+    return op.Transpose(dx, perm=turned) if storage_order else dx
+
+
+@operator(
+    "AveragePoolGrad",
+    inputs=["dY", "X_shape: int64"],
+    outputs=["dX"],
+    shapes=_shapes,
+    attributes={**_ATTRIBUTES, "count_include_pad": 0},
+    auto="onnx",
+)
+def average_pool_grad(
+    dy: np.ndarray,
+    x_shape: np.ndarray,
+    *,
+    kernel_shape: list[int] | None,
+    count_include_pad: int,
+    **attributes: Any,
+) -> np.ndarray:
+    """dX = the sum over the windows that hold X of dY / the number of elements in the window"""
+    full_shape = _input_shape(dy, x_shape)
+    w = _windows(dy, full_shape, kernel_shape, **attributes)
+    counts = functools.reduce(np.multiply.outer, [_counts(w, i, count_include_pad) for i in range(w.rank)])
+    counts = counts.astype(dy.dtype)
+    plans = [_plan(w, i) for i in range(w.rank)]
+    planes = dy.reshape(-1 if dy.size else 0, *w.outputs)
+    dx = np.empty((len(planes), *w.sizes), dy.dtype)
+    piece = max(1, _PIECE // max(1, math.prod(w.sizes)))
+
+    def spread(number: int) -> None:
+        chosen = slice(number * piece, (number + 1) * piece)
+        source = planes[chosen]
+        source /= counts
+        # A box is separable, so it takes kernel steps per axis and not kernel ** rank in all.
+        for axis in range(w.rank, 0, -1):
+            target = dx[chosen]
+            if axis > 1:
+                target = np.empty(
+                    (*source.shape[:axis], w.sizes[axis - 1], *source.shape[axis + 1 :]), dy.dtype
+                )
+            _run(plans[axis - 1], source, target, axis)
+            source = target
+
+    parallel(spread, -(-len(planes) // piece))
+    return dx.reshape(full_shape)
+
+
+class _Plan(NamedTuple):
+    """How dY moves along one axis: what to set to zero, to copy and to add, in this order."""
+
+    zero: np.ndarray
+    copy: list[tuple[slice, slice]]
+    add: list[tuple[slice, slice]]
+
+
+def _plan(w: Windows, i: int) -> _Plan:
+    size, count, kernel, head = w.sizes[i], w.outputs[i], w.kernel[i], w.heads[i]
+    moves = []
+    if count < kernel:
+        for o in range(count):
+            _, target = _within(size, o * w.strides[i] - head, w.dilations[i], kernel)
+            moves.append((slice(o, o + 1), target))
+    else:
+        for k in range(kernel):
+            moves.append(_within(size, k * w.dilations[i] - head, w.strides[i], count))
+    # What comes first to its places is copied; the longest moves leave the fewest places to clear.
+    moves.sort(key=lambda move: -len(range(size)[move[1]]))
+    written = np.zeros(size, bool)
+    plan = _Plan(written, [], [])
+    for source, target in moves:
+        if written[target].any():
+            plan.add.append((source, target))
+        else:
+            written[target] = True
+            plan.copy.append((source, target))
+    return plan._replace(zero=np.flatnonzero(~written))
+
+
+def _within(size: int, start: int, step: int, count: int) -> tuple[slice, slice]:
+    """Which of `count` steps from `start` lie in range(size), and where."""
+    first = max(0, -(start // step))
+    last = max(first, min(count, -((start - size) // step)))
+    begin = start + first * step
+    return slice(first, last), slice(begin, begin + (last - first) * step, step)
+
+
+def _run(plan: _Plan, source: np.ndarray, target: np.ndarray, axis: int) -> None:
+    before: tuple[Any, ...] = (slice(None),) * axis
+    if plan.zero.size:
+        target[(*before, plan.zero)] = 0
+    for read, write in plan.copy:
+        target[(*before, write)] = source[(*before, read)]
+    for read, write in plan.add:
+        target[(*before, write)] += source[(*before, read)]
+
+
+def _counts(w: Windows, i: int, count_include_pad: int) -> np.ndarray:
+    """How many elements the windows along one axis are averaged over."""
+    starts = np.arange(w.outputs[i]) * w.strides[i] - w.heads[i]
+    # What ceil_mode adds behind the padding never counts.
+    end = w.sizes[i] + (w.tails[i] if count_include_pad else 0)
+    last = np.minimum(-((starts - end) // w.dilations[i]), w.kernel[i])
+    first = 0 if count_include_pad else np.maximum(-(starts // w.dilations[i]), 0)
+    return np.maximum(last - first, 1)
+
+
+def _input_shape(dy: np.ndarray, x_shape: np.ndarray) -> tuple[int, ...]:
+    if x_shape.ndim != 1 or len(x_shape) != dy.ndim or dy.ndim < 3:
+        raise ValueError(
+            f"X_shape {x_shape.tolist()} and dY {list(dy.shape)} must have batch, channels and the same "
+            "number of spatial dimensions, at least one"
+        )
+    shape = tuple(int(n) for n in x_shape)
+    if min(shape) < 0:
+        raise ValueError(f"X_shape {list(shape)} must not be negative")
+    if shape[:2] != dy.shape[:2]:
+        raise ValueError(f"X_shape {list(shape)} and dY {list(dy.shape)} must agree in batch and channels")
+    return shape
+
+
+def _windows(
+    dy: np.ndarray,
+    shape: tuple[int, ...],
+    kernel_shape: list[int] | None,
+    *,
+    ceil_mode: int,
+    **attributes: Any,
+) -> Windows:
+    """The windows over an X of this shape; raises unless they give an output of dY's shape."""
+    if not kernel_shape:
+        raise ValueError("kernel_shape is missing")
+    w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), **attributes)
+    if w.outputs != dy.shape[2:]:
+        raise ValueError(
+            f"pooling an X of shape {list(shape)} with kernel_shape {kernel_shape} gives "
+            f"{[*shape[:2], *w.outputs]}, but dY has {list(dy.shape)}"
+        )
+    return w
+
+
+# The end of a Slice that goes on to the end.
+_END = 2**63 - 1
+
+
+@average_pool_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    x_shape: ir.Value,
+    *,
+    kernel_shape: list[int] | None,
+    auto_pad: str,
+    ceil_mode: int,
+    count_include_pad: int,
+    dilations: list[int] | None,
+    pads: list[int] | None,
+    strides: list[int] | None,
+) -> ir.Value:
+    if not kernel_shape:
+        raise NodeError("kernel_shape is missing")
+    rank = len(kernel_shape)
+    kernel = per_dimension("kernel_shape", kernel_shape, rank)
+    steps = per_dimension("strides", strides, rank)
+    gaps = per_dimension("dilations", dilations, rank)
+    heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)
+    y_shape = op.Shape(dy)
+
+    def weights(i: int) -> ir.Value:
+        """[outputs, sizes] of axis i: the share of each input in each output."""
+        size, count = op.Gather(x_shape, i + 2), op.Gather(y_shape, i + 2)
+        extent = (kernel[i] - 1) * gaps[i] + 1
+        head: Any = heads[i]
+        if auto_pad.startswith("SAME"):
+            if extent < steps[i] - 1:
+                raise NodeError(
+                    f"auto_pad {auto_pad} with stride {steps[i]} and kernel {kernel[i]} can leave gaps; "
+                    "give pads instead"
+                )
+            total = op.Max(op.Sub(op.Add(op.Mul(op.Sub(count, 1), steps[i]), extent), size), 0)
+            head = op.Div(op.Add(total, int(auto_pad == "SAME_LOWER")), 2)
+        starts = op.Unsqueeze(op.Sub(op.Mul(op.Range(0, count, 1), steps[i]), head), [1])
+        offsets = op.Sub(op.Unsqueeze(op.Range(0, size, 1), [0]), starts)
+        held = op.And(op.GreaterOrEqual(offsets, 0), op.Less(offsets, extent))
+        if gaps[i] > 1:
+            held = op.And(held, op.Equal(op.Mod(offsets, gaps[i]), 0))
+        shares = op.CastLike(held, dy)
+        if not count_include_pad:
+            return op.Div(shares, op.Max(op.ReduceSum(shares, [1], keepdims=1), 1.0))
+        if not ceil_mode or auto_pad.startswith("SAME"):
+            return op.Div(shares, float(kernel[i]))
+        # What ceil_mode adds behind the padding does not count.
+        room = op.Sub(op.Add(size, tails[i] + gaps[i] - 1), starts)
+        return op.Div(shares, op.CastLike(op.Min(op.Div(room, gaps[i]), kernel[i]), dy))
+
+    # One product per axis: the matrices are small beside dY, and these are the fastest kernels there are.
+    dx = op.MatMul(dy, weights(rank - 1))
+    for i in range(rank - 2, -1, -1):
+        if i < rank - 2:
+            # The axes behind this one as one, so that it is the last but one.
+            behind = op.ReduceProd(op.Slice(x_shape, [i + 3], [_END]), keepdims=1)
+            dx = op.Reshape(dx, op.Concat(op.Slice(y_shape, [0], [i + 3]), behind, axis=0), allowzero=1)
+        dx = op.MatMul(op.Transpose(weights(i), perm=[1, 0]), dx)
+    return op.Reshape(dx, x_shape, allowzero=1) if rank > 2 else dx
