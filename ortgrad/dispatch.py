@@ -8,8 +8,8 @@ before, returns exactly what was declared, and lets nothing out.
 
 from __future__ import annotations
 
+import _thread
 import logging
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ logger = logging.getLogger("ortgrad")
 
 # A failed kernel's stand-in output is not worth more memory than this many elements.
 _LARGEST_STAND_IN = 1 << 26
+_INTERRUPT_DELAY = 0.05
 _DTYPES = {
     "float32": PyCustomOpDef.dt_float,
     "float64": PyCustomOpDef.dt_double,
@@ -93,10 +94,7 @@ def _invoke(op_id: int, feed: list[np.ndarray], attributes: dict[str, str]) -> t
     if kernel is None:
         previous = _previous or _ocos._on_pyop_invocation
         return previous(op_id, feed, attributes)
-    result: list[Any] = [op_id]
-    for output in kernel(*feed, **attributes):
-        result += (output.shape, output)
-    return tuple(result)
+    return op_id, *(part for output in kernel(*feed, **attributes) for part in (output.shape, output))
 
 
 def _declare_operators() -> None:
@@ -183,7 +181,8 @@ class _PythonOperator:
             return
         logger.error("%s", error, exc_info=reason)
         if isinstance(reason, KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+            # Raised right here it would abort the process, so it comes back a little later.
+            threading.Timer(_INTERRUPT_DELAY, _thread.interrupt_main).start()
 
 
 def _describe(operator: Operator, feed: Sequence[np.ndarray]) -> str:

@@ -12,9 +12,10 @@ Everything else (onnx schema, Python custom operator, node builder, docs) is der
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -139,16 +140,9 @@ class Operator:
     kernel: Kernel
     shapes: Callable[..., Sequence[Shape | None]]
     auto: Literal["python", "onnx"]
-    body: Callable[..., Any] | None = field(default=None)
-
-    @property
-    def builder_name(self) -> str:
-        """The name of the node builder in `ortgrad.nodes`, e.g. conv_grad."""
-        return self.kernel.__name__
-
-    @property
-    def doc(self) -> str:
-        return (self.kernel.__doc__ or "").strip()
+    builder_name: str  # of the node builder in ortgrad.nodes, e.g. conv_grad
+    doc: str
+    body: Callable[..., Any] | None = None
 
     @property
     def has_optional_outputs(self) -> bool:
@@ -163,7 +157,7 @@ class Operator:
 
     def __call__(self, *arrays: np.ndarray | None, **attributes: Any) -> Any:
         """Run the NumPy kernel on copies of the arrays, all outputs wanted."""
-        copies = [None if a is None else np.array(a) for a in arrays]
+        copies = [None if a is None else np.array(a, order="C") for a in arrays]
         copies += [None] * (len(self.inputs) - len(copies))
         return self.compute(copies, self.complete(attributes), (True,) * len(self.outputs))
 
@@ -239,6 +233,8 @@ def operator(
             kernel=kernel,
             shapes=shape_function,
             auto=auto,
+            builder_name=kernel.__name__,
+            doc=inspect.cleandoc(kernel.__doc__ or ""),
         )
         if any(op.builder_name == other.builder_name for other in _operators.values()):
             raise RegistrationError(f"there is a kernel named {op.builder_name!r} already")
