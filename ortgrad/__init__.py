@@ -2,6 +2,7 @@
 
 from ortgrad import nodes
 from ortgrad import ops as _ops  # noqa: F401  (importing it declares the operators)
+from ortgrad.check import GradientCheck, check_gradients
 from ortgrad.differentiate import build_gradient_model
 from ortgrad.dispatch import install as _install
 from ortgrad.errors import (
@@ -11,6 +12,7 @@ from ortgrad.errors import (
     OrtgradError,
     RegistrationError,
     UnsupportedGradientError,
+    WrongGradientError,
 )
 from ortgrad.gradient import gradient
 from ortgrad.prepare import prepare
@@ -20,6 +22,7 @@ from ortgrad.session import InferenceSession, get_library_path, register
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradientCheck",
     "InferenceSession",
     "KernelError",
     "ModelError",
@@ -27,7 +30,9 @@ __all__ = [
     "OrtgradError",
     "RegistrationError",
     "UnsupportedGradientError",
+    "WrongGradientError",
     "build_gradient_model",
+    "check_gradients",
     "get_library_path",
     "gradient",
     "nodes",

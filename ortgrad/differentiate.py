@@ -22,10 +22,11 @@ def build_gradient_model(
     """
     from ortgrad.build import build  # onnx-ir takes a while to import
 
-    return build(load_model(model), _names(wrt), _names(of))
+    return build(load_model(model), names_of(wrt), names_of(of))
 
 
-def _names(names: str | Sequence[str] | None) -> list[str] | None:
+def names_of(names: str | Sequence[str] | None) -> list[str] | None:
+    """`wrt` or `of` as a list of names, None if it is not given."""
     if names is None:
         return None
     # Once each, in the order given.

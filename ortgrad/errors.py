@@ -25,6 +25,10 @@ class UnsupportedGradientError(OrtgradError, NotImplementedError):
     """Nodes between `wrt` and `of` cannot be differentiated; the text lists all of them."""
 
 
+class WrongGradientError(OrtgradError, AssertionError):
+    """Gradients disagree with finite differences; the text shows by how much."""
+
+
 class RegistrationError(OrtgradError, ValueError):
     """An operator is declared twice, or at a time when that is no longer safe."""
 
