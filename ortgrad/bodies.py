@@ -146,6 +146,13 @@ class Ops(ir.tape.Tape):
     ) -> Sequence[ir.DataType | None]:
         if op_type == "Cast":
             return [ir.DataType(attributes["to"])]
+        gradient = find_operator(op_type)
+        if gradient is not None:
+            types = [slot.type for slot in gradient.inputs]
+            return [
+                _dtype(inputs, types.index(slot.type)) if slot.type in types else None
+                for slot in gradient.outputs
+            ]
         return [
             # DataType is an int too.
             element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)

@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
+from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import blockwise
 from ortgrad.registry import FLOATS, INTEGERS, Choice, operator
 
@@ -124,3 +126,85 @@ def _check_shapes(
         )
     if reduction != "none" and dy.size != 1:
         raise ValueError(f"dY must be one value for reduction {reduction!r}, it has {list(dy.shape)}")
+
+
+@gradient("SoftmaxCrossEntropyLoss")
+def _(node: Node) -> Slots:
+    op, log_prob = node.op, node.output(1)
+    d_loss, d_log_prob = node.optional_grad(0), node.optional_grad(1)
+    parts = []
+    if d_loss is not None:
+        parts.append(
+            op.SoftmaxCrossEntropyLossGrad(
+                d_loss,
+                log_prob,
+                node.input(1),
+                node.optional(2),
+                reduction=node.attribute("reduction"),
+                ignore_index=node.attribute("ignore_index"),
+            )
+        )
+    if d_log_prob is not None:
+        parts.append(op.LogSoftmaxGrad_13(d_log_prob, log_prob, axis=1))
+    weight_grad = _weight_grad(node, log_prob) if d_loss is not None and node.wants(2) else None
+    return op.Add(*parts) if len(parts) == 2 else parts[0], None, weight_grad
+
+
+@gradient("NegativeLogLikelihoodLoss")
+def _(node: Node) -> Slots:
+    op, log_prob = node.op, node.input(0)
+    label, weights = _samples(node)
+    share = _share(node, label, weights)
+    if weights is None:
+        share = op.Expand(share, op.Shape(label))
+    else:
+        # A sample of weight 0 has no gradient, even if all of them are such.
+        share = op.Where(op.Equal(weights, 0.0), 0.0, op.Mul(share, weights))
+    # Every position has one label, so nothing is written twice.
+    at, updates = op.Unsqueeze(label, [1]), op.Unsqueeze(op.Neg(share), [1])
+    dx = op.ScatterElements(op.full_like(log_prob, 0.0), at, updates, axis=1)
+    return dx, None, _weight_grad(node, log_prob) if node.wants(2) else None
+
+
+def _weight_grad(node: Node, log_prob: ir.Value) -> ir.Value:
+    """The sum of dY * loss over each class's samples; for "mean", of dY * (loss - mean) / sum(weights)"""
+    op, vector = node.op, [-1]
+    label, weights = _samples(node)
+    picked = op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(label, [1]), axis=1), [1])
+    loss = op.Neg(op.Add(picked, node.output(0)) if node.attribute("reduction") == "mean" else picked)
+    updates = op.Mul(loss, _share(node, label, weights))
+    ignored = node.attribute("ignore_index")
+    if ignored is not None:
+        updates = op.Where(op.Equal(_int64(node, node.input(1)), ignored), 0.0, updates)
+    zeros = op.full_like(node.input(2), 0.0)
+    return op.ScatterElements(
+        zeros, op.Reshape(label, vector), op.Reshape(updates, vector), axis=0, reduction="add"
+    )
+
+
+def _samples(node: Node) -> tuple[ir.Value, ir.Value | None]:
+    """Each sample's label (0 if it is ignored) and weight (None if all are 1)."""
+    op, weight, ignored = node.op, node.optional(2), node.attribute("ignore_index")
+    label = _int64(node, node.input(1))
+    if ignored is None:
+        return label, None if weight is None else op.Gather(weight, label)
+    out = op.Equal(label, ignored)
+    label = op.Where(out, 0, label)
+    if weight is None:
+        return label, op.CastLike(op.Not(out), node.input(0))
+    return label, op.Where(out, 0.0, op.Gather(weight, label))
+
+
+def _share(node: Node, label: ir.Value, weights: ir.Value | None) -> ir.Value:
+    """dY, divided by the sum of the samples' weights if the loss is their mean."""
+    op, dy = node.op, node.grad(0)
+    if node.attribute("reduction") != "mean":
+        return dy
+    return op.Div(
+        dy, op.CastLike(op.Size(label), dy) if weights is None else op.ReduceSum(weights, keepdims=0)
+    )
+
+
+def _int64(node: Node, label: ir.Value) -> ir.Value:
+    known = label.dtype is not None and label.dtype.name == "INT64"
+    return label if known else node.op.Cast(label, to=onnx.TensorProto.INT64)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.errors import NodeError
+from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import blockwise, require_same_shape
 from ortgrad.registry import operator
 
@@ -124,3 +125,13 @@ def _normalized(axis: int, rank: int) -> int:
 def _check_axis(value: ir.Value, axis: int) -> None:
     if value.shape is not None:
         _normalized(axis, len(value.shape))
+
+
+@gradient("Softmax")
+def _(node: Node) -> Slots:
+    return (node.op.SoftmaxGrad_13(node.grad(0), node.output(0), axis=node.attribute("axis")),)
+
+
+@gradient("LogSoftmax")
+def _(node: Node) -> Slots:
+    return (node.op.LogSoftmaxGrad_13(node.grad(0), node.output(0), axis=node.attribute("axis")),)
