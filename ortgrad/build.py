@@ -13,7 +13,7 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, RemoveUnuse
 from ortgrad.backward import FLOAT_TYPES, BackwardPass, Failure, subgraphs
 from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
-from ortgrad.passes.attach import attach
+from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported
@@ -22,10 +22,11 @@ from ortgrad.passes.opset import at_minimum_opset
 
 def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
     """`build_gradient_model` for a ModelProto."""
-    model = ir.from_proto(at_minimum_opset(source))
+    model = ir.from_proto(source)
+    InlinePass(criteria=lambda function: not is_body(function))(model)
+    complete(model)
+    model = at_minimum_opset(model)
     graph = model.graph
-    if model.functions:
-        InlinePass()(model)
     infer_types(model)
     values = _values_by_name(graph)
     outputs = [_output(graph, name) for name in of] if of is not None else list(graph.outputs[:1])

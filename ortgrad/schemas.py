@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ortgrad.call import Call, parse_call
-from ortgrad.errors import RegistrationError
+from ortgrad.errors import NodeError, RegistrationError
 from ortgrad.registry import CALL_ATTRIBUTE, Attribute, Operand, Operator, Shape, Slot
 
 _ELEMENT_TYPES = {
@@ -57,7 +58,7 @@ def register_schema(operator: Operator) -> None:
             ),
         ],
     )
-    schema.set_type_and_shape_inference_function(lambda context: _infer(operator, context))
+    schema.set_type_and_shape_inference_function(functools.partial(_infer, operator))
     onnx.defs.register_schema(schema)
 
 
@@ -81,7 +82,10 @@ def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:
 
 
 def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -> None:
-    call = _call_of(operator, context)
+    try:
+        call = _call_of(operator, context)
+    except NodeError as error:
+        raise onnx.shape_inference.InferenceError(f"{operator.name}: {error}") from error
     types: dict[str, int] = {}
     operands: list[Operand | None] = []
     for i, slot in enumerate(operator.inputs):

@@ -16,12 +16,19 @@ def attach(model: ir.Model) -> None:
     others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
     for key, function in list(model.functions.items()):
         # A body from an earlier time: its node gets a new one, or is there no more.
-        if find_operator(function.name, function.domain) and function.overload and key not in others:
+        if is_body(function) and key not in others:
             del model.functions[key]
     for node, operator in nodes:
+        if operator.body is None:
+            continue
         function = make_function(call_of(node, operator), node.inputs, model.opset_imports[""])
         model.functions.setdefault(function.identifier(), function)
         node.overload = function.overload
     # Overloads came with IR version 10.
     if nodes:
         model.ir_version = max(model.ir_version, 10)
+
+
+def is_body(function: ir.Function) -> bool:
+    """Whether the function looks like one that `attach` made."""
+    return bool(find_operator(function.name, function.domain) and function.overload)

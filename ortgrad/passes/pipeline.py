@@ -17,9 +17,10 @@ from ortgrad.registry import PYTHON_TYPES, Operator, find_operator
 
 def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
     """A copy of the model with complete gradient nodes and their bodies, or the bodies alone."""
-    model = ir.from_proto(at_minimum_opset(source))
+    model = ir.from_proto(source)
     _inline_functions_with_gradients(model)
     complete(model)
+    model = at_minimum_opset(model)
     expand(model, _chooser(kernels))
     attach(model)
     prepared = ir.to_proto(model)
@@ -30,7 +31,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        if kernels == "onnx" or (kernels == "auto" and operator.auto == "onnx"):
+        if kernels == "onnx" or (kernels == "auto" and operator.auto == "onnx" and operator.body):
             return True
         # onnxruntime-extensions refuses these element types, even beside a function body.
         types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype]
