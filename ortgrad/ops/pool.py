@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ortgrad.errors import NodeError
 from ortgrad.kernels import parallel
 from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
 from ortgrad.registry import Choice, Operand, Shape, operator
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 
 # As many elements of dX at a time as stay in the cache from one axis to the next.
 _PIECE = 1 << 19
+# The end of a Slice that goes on to the end, and ONNX's number for float32.
+_END = 2**63 - 1
+_FLOAT = 1
 _ATTRIBUTES = {
     "auto_pad": Choice(*AUTO_PADS),
     "ceil_mode": 0,
@@ -61,33 +63,49 @@ def max_pool_grad(
     shape = _input_shape(dy, x_shape)
     if indices.shape != dy.shape:
         raise ValueError(f"Indices {list(indices.shape)} must have the shape of dY {list(dy.shape)}")
-    if storage_order not in (0, 1):
-        raise ValueError(f"storage_order must be 0 (row major) or 1 (column major), got {storage_order}")
-    # The indices say it all: onnxruntime-training needs no attributes here.
-    w = _windows(dy, shape, kernel_shape, **attributes) if kernel_shape else None
+    _require_order(storage_order)
+    # The indices say it all: without attributes (onnxruntime-training needs none), or where
+    # onnxruntime has windows of its own, there is nothing to check them against.
+    if kernel_shape and not _unclear(kernel_shape, **attributes):
+        _windows(dy, shape, kernel_shape, **attributes)
     # Column major indices are row major ones over the spatial dimensions turned round.
     sizes = shape[2:] if storage_order == 0 else shape[:1:-1]
     dx = np.zeros(shape[:2] + sizes, dy.dtype)
     if dy.size:
-        _require_own_channel(dy, indices, math.prod(sizes), w)
+        if any(d > n for d, n in zip(attributes["dilations"] or (), shape[2:], strict=False)):
+            _drop_blank(dy, indices, math.prod(sizes))
+        _require_own_channel(indices, math.prod(sizes))
         np.add.at(dx.reshape(-1), indices.reshape(-1), dy.reshape(-1))
     return dx if storage_order == 0 else dx.transpose(0, 1, *range(dx.ndim - 1, 1, -1))
 
 
-def _require_own_channel(dy: np.ndarray, indices: np.ndarray, step: int, w: Windows | None) -> None:
+def _require_order(storage_order: int) -> None:
+    if storage_order not in (0, 1):
+        raise ValueError(f"storage_order must be 0 (row major) or 1 (column major), got {storage_order}")
+
+
+def _by_channel(indices: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The indices with one row for each batch and channel, and where these begin in X."""
+    flat = indices.reshape(indices.shape[0] * indices.shape[1], -1)
+    return flat, step * np.arange(len(flat))
+
+
+def _drop_blank(dy: np.ndarray, indices: np.ndarray, step: int) -> None:
+    """Clear what belongs to windows that step over the whole input: MaxPool's index is -1 everywhere."""
+    flat, starts = _by_channel(indices, step)
+    blank = flat < starts[:, None]
+    dy.reshape(flat.shape)[blank] = 0
+    flat[blank] = starts[np.nonzero(blank)[0]]
+
+
+def _require_own_channel(indices: np.ndarray, step: int) -> None:
     """Raise unless the windows of each channel have their maximum in that channel."""
-    flat = indices.reshape(dy.shape[0] * dy.shape[1], -1)
-    starts = step * np.arange(len(flat))
-    if w is not None and any(d > n for d, n in zip(w.dilations, w.sizes, strict=True)):
-        # Such a window can step over the whole input. Its index is -1 in every dimension.
-        blank = flat < starts[:, None]
-        dy.reshape(flat.shape)[blank] = 0
-        flat[blank] = starts[np.nonzero(blank)[0]]
+    flat, starts = _by_channel(indices, step)
     outside = (flat.min(axis=1) < starts) | (flat.max(axis=1) >= starts + step)
     if outside.any():
         row = int(np.argmax(outside))
         column = int(np.argmax((flat[row] < starts[row]) | (flat[row] >= starts[row] + step)))
-        position = [int(i) for i in np.unravel_index(row * flat.shape[1] + column, dy.shape)]
+        position = [int(i) for i in np.unravel_index(row * flat.shape[1] + column, indices.shape)]
         raise ValueError(
             f"index {flat[row, column]} at {position} is out of range: its batch and channel are "
             f"[{starts[row]}, {starts[row] + step}) of X"
@@ -106,23 +124,27 @@ def _(
     dilations: list[int] | None,
     **_: Any,
 ) -> ir.Value:
-    shape = x_shape
-    spatial = (len(kernel_shape) if kernel_shape else op.rank(dy) - 2) if storage_order else 0
-    turned = [0, 1, *range(spatial + 1, 1, -1)]
-    if storage_order:
-        shape = op.Gather(x_shape, turned)
+    _require_order(storage_order)
     if max(dilations or [1]) > 1:
         # A window can step over the whole input if it is small; its index is that of no element.
-        step = op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0)
         planes = op.Slice(op.Shape(dy), [0], [2])
-        numbers = op.Reshape(op.Range(0, op.ReduceProd(planes, keepdims=0), 1), planes)
-        starts = op.Unsqueeze(op.Mul(numbers, step), list(range(2, op.rank(dy))))
-        blank = op.Less(indices, starts)
+        numbers = op.Range(0, op.ReduceProd(planes, keepdims=0), 1)
+        starts = op.Mul(numbers, op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0))
+        ones = [1] * len(dilations or ())
+        blank = op.Less(indices, op.Reshape(starts, op.Concat(planes, ones, axis=0), allowzero=1))
         dy, indices = op.Where(blank, 0.0, dy), op.Where(blank, 0, indices)
-    zeros = op.Expand(op.number(0.0, dy), op.ReduceProd(x_shape, keepdims=1))
-    flat = op.ScatterElements(zeros, op.Reshape(indices, [-1]), op.Reshape(dy, [-1]), axis=0, reduction="add")
-    dx = op.Reshape(flat, shape, allowzero=1)
-    return op.Transpose(dx, perm=turned) if storage_order else dx
+    # onnxruntime adds nothing shorter than float32 here.
+    short = dy.dtype is not None and dy.dtype.itemsize < 4
+    values = op.Cast(dy, to=_FLOAT) if short else dy
+    zeros = op.Expand(op.number(0.0, values), op.ReduceProd(x_shape, keepdims=1))
+    flat = op.ScatterElements(
+        zeros, op.Reshape(indices, [-1]), op.Reshape(values, [-1]), axis=0, reduction="add"
+    )
+    flat = op.CastLike(flat, dy) if short else flat
+    if storage_order == 0:
+        return op.Reshape(flat, x_shape, allowzero=1)
+    turned = [0, 1, *range(len(kernel_shape) + 1 if kernel_shape else op.rank(dy) - 1, 1, -1)]
+    return op.Transpose(op.Reshape(flat, op.Gather(x_shape, turned), allowzero=1), perm=turned)
 
 
 @operator(
@@ -143,7 +165,7 @@ def average_pool_grad(
 ) -> np.ndarray:
     """dX = the sum over the windows that hold X of dY / the number of elements in the window"""
     full_shape = _input_shape(dy, x_shape)
-    w = _windows(dy, full_shape, kernel_shape, **attributes)
+    w = _windows(dy, full_shape, _clear_kernel(kernel_shape, **attributes), **attributes)
     counts = functools.reduce(np.multiply.outer, [_counts(w, i, count_include_pad) for i in range(w.rank)])
     counts = counts.astype(dy.dtype)
     plans = [_plan(w, i) for i in range(w.rank)]
@@ -228,6 +250,45 @@ def _counts(w: Windows, i: int, count_include_pad: int) -> np.ndarray:
     return np.maximum(last - first, 1)
 
 
+def _clear_kernel(
+    kernel_shape: list[int] | None,
+    *,
+    auto_pad: str,
+    strides: list[int] | None,
+    dilations: list[int] | None,
+    **_: Any,
+) -> list[int]:
+    """kernel_shape; raises if it is missing or the windows are not where onnxruntime has them."""
+    if not kernel_shape:
+        raise ValueError("kernel_shape is missing")
+    if _unclear(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations):
+        raise ValueError(
+            f"auto_pad {auto_pad} with kernel_shape {kernel_shape}, strides {strides} and dilations "
+            f"{dilations} means one thing in ONNX and another in onnxruntime; give pads instead"
+        )
+    return kernel_shape
+
+
+def _unclear(
+    kernel_shape: list[int],
+    *,
+    auto_pad: str,
+    strides: list[int] | None,
+    dilations: list[int] | None,
+    **_: Any,
+) -> bool:
+    """Whether onnxruntime may place the windows elsewhere than ONNX says.
+
+    It computes the pads of SAME for a kernel without dilations, and where they are negative (the stride is
+    larger than the kernel) it crops X at both ends.
+    """
+    rank = len(kernel_shape)
+    steps, gaps = per_dimension("strides", strides, rank), per_dimension("dilations", dilations, rank)
+    return auto_pad.startswith("SAME") and any(
+        (k > 1 and d > 1) or k < s - 1 for k, s, d in zip(kernel_shape, steps, gaps, strict=True)
+    )
+
+
 def _input_shape(dy: np.ndarray, x_shape: np.ndarray) -> tuple[int, ...]:
     if x_shape.ndim != 1 or len(x_shape) != dy.ndim or dy.ndim < 3:
         raise ValueError(
@@ -245,14 +306,12 @@ def _input_shape(dy: np.ndarray, x_shape: np.ndarray) -> tuple[int, ...]:
 def _windows(
     dy: np.ndarray,
     shape: tuple[int, ...],
-    kernel_shape: list[int] | None,
+    kernel_shape: list[int],
     *,
     ceil_mode: int,
     **attributes: Any,
 ) -> Windows:
     """The windows over an X of this shape; raises unless they give an output of dY's shape."""
-    if not kernel_shape:
-        raise ValueError("kernel_shape is missing")
     w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), **attributes)
     if w.outputs != dy.shape[2:]:
         raise ValueError(
@@ -260,10 +319,6 @@ def _windows(
             f"{[*shape[:2], *w.outputs]}, but dY has {list(dy.shape)}"
         )
     return w
-
-
-# The end of a Slice that goes on to the end.
-_END = 2**63 - 1
 
 
 @average_pool_grad.onnx
@@ -280,9 +335,8 @@ def _(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> ir.Value:
-    if not kernel_shape:
-        raise NodeError("kernel_shape is missing")
-    rank = len(kernel_shape)
+    kernel_shape = _clear_kernel(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations)
+    rank = len(kernel_shape) if dy.shape is None else op.rank(dy) - 2
     kernel = per_dimension("kernel_shape", kernel_shape, rank)
     steps = per_dimension("strides", strides, rank)
     gaps = per_dimension("dilations", dilations, rank)
@@ -295,11 +349,6 @@ def _(
         extent = (kernel[i] - 1) * gaps[i] + 1
         head: Any = heads[i]
         if auto_pad.startswith("SAME"):
-            if extent < steps[i] - 1:
-                raise NodeError(
-                    f"auto_pad {auto_pad} with stride {steps[i]} and kernel {kernel[i]} can leave gaps; "
-                    "give pads instead"
-                )
             total = op.Max(op.Sub(op.Add(op.Mul(op.Sub(count, 1), steps[i]), extent), size), 0)
             head = op.Div(op.Add(total, int(auto_pad == "SAME_LOWER")), 2)
         starts = op.Unsqueeze(op.Sub(op.Mul(op.Range(0, count, 1), steps[i]), head), [1])
@@ -307,11 +356,12 @@ def _(
         held = op.And(op.GreaterOrEqual(offsets, 0), op.Less(offsets, extent))
         if gaps[i] > 1:
             held = op.And(held, op.Equal(op.Mod(offsets, gaps[i]), 0))
+        if count_include_pad and (not ceil_mode or auto_pad.startswith("SAME")):
+            # Not a division by the kernel: onnxruntime would make the product scale by a float32.
+            return op.Where(held, op.number(1 / kernel[i], dy), op.number(0.0, dy))
         shares = op.CastLike(held, dy)
         if not count_include_pad:
             return op.Div(shares, op.Max(op.ReduceSum(shares, [1], keepdims=1), 1.0))
-        if not ceil_mode or auto_pad.startswith("SAME"):
-            return op.Div(shares, float(kernel[i]))
         # What ceil_mode adds behind the padding does not count.
         room = op.Sub(op.Add(size, tails[i] + gaps[i] - 1), starts)
         return op.Div(shares, op.CastLike(op.Min(op.Div(room, gaps[i]), kernel[i]), dy))
@@ -319,9 +369,12 @@ def _(
     # One product per axis: the matrices are small beside dY, and these are the fastest kernels there are.
     dx = op.MatMul(dy, weights(rank - 1))
     for i in range(rank - 2, -1, -1):
-        if i < rank - 2:
-            # The axes behind this one as one, so that it is the last but one.
-            behind = op.ReduceProd(op.Slice(x_shape, [i + 3], [_END]), keepdims=1)
-            dx = op.Reshape(dx, op.Concat(op.Slice(y_shape, [0], [i + 3]), behind, axis=0), allowzero=1)
-        dx = op.MatMul(op.Transpose(weights(i), perm=[1, 0]), dx)
-    return op.Reshape(dx, x_shape, allowzero=1) if rank > 2 else dx
+        # What lies before the axis and behind it as one dimension each.
+        before = op.ReduceProd(op.Slice(y_shape, [0], [i + 2]), keepdims=1)
+        behind = op.ReduceProd(op.Slice(x_shape, [i + 3], [_END]), keepdims=1)
+        folded = op.Concat(before, op.Slice(y_shape, [i + 2], [i + 3]), behind, axis=0)
+        dx = op.Reshape(dx, folded, allowzero=1)
+        matrix = op.Unsqueeze(op.Transpose(weights(i), perm=[1, 0]), [0])
+        # onnxruntime does not broadcast 1 to 0, so for an empty batch there is no matrix either.
+        dx = op.MatMul(op.Slice(matrix, [0], op.Min(before, 1)), dx)
+    return op.Reshape(dx, x_shape, allowzero=1) if rank > 1 else dx
