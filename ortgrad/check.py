@@ -226,7 +226,7 @@ class _Forward:
     def _difference(self, handle: _Handle, direction: np.ndarray, step: float, weights: Arrays) -> float:
         value = self.feeds[handle.feed]
         ahead, behind = (
-            self.run({**self.feeds, handle.feed: (value + signed * direction).astype(value.dtype)})
+            self.run({**self.feeds, handle.feed: np.asarray(value + signed * direction, value.dtype)})
             for signed in (step, -step)
         )
         return sum(
