@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-# Below this many elements per thread, starting the threads costs more than they bring.
-_ELEMENTS_PER_THREAD = 1 << 17
-_CHUNK = 1 << 16
+# A handful of arrays of this size fit a core's cache.
+_CACHED_BYTES = 1 << 18
 _BITS: dict[int, type[np.signedinteger]] = {4: np.int32, 8: np.int64}
 
 
@@ -61,29 +60,20 @@ def parallel(function: Callable[[int], Any], count: int) -> None:
 
 
 def elementwise(function: Callable[..., None], *arrays: np.ndarray) -> np.ndarray:
-    """Run an in-place element-wise function over pieces that fit the cache, on all threads.
-
-    Returns the first array.
-    """
+    """Run an in-place element-wise function over pieces that fit the cache; returns the first array."""
     blockwise(function, *(a.reshape(-1) for a in arrays))
     return arrays[0]
 
 
 def blockwise(function: Callable[..., None], *arrays: np.ndarray) -> None:
-    """Run an in-place function over pieces along the first axis that fit the cache, on all threads."""
-    rows, size = len(arrays[0]), arrays[0].size
-    if not size:
-        return
-    step = max(1, _CHUNK * rows // size)
-    threads = min(thread_count(), rows, max(1, size // _ELEMENTS_PER_THREAD))
-    per_thread = -(-rows // threads)
+    """Run an in-place function over pieces along the first axis that fit the cache.
 
-    def run(thread: int) -> None:
-        end = min(rows, (thread + 1) * per_thread)
-        for start in range(thread * per_thread, end, step):
-            function(*(a[start : min(start + step, end)] for a in arrays))
-
-    parallel(run, threads)
+    On one thread: for operations this short, two threads spend on the GIL what they gain.
+    """
+    rows, size = len(arrays[0]), arrays[0].nbytes
+    step = max(1, _CACHED_BYTES * rows // size) if size else 1
+    for start in range(0, rows if size else 0, step):
+        function(*(a[start : start + step] for a in arrays))
 
 
 def keep_where(mask: np.ndarray, values: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import elementwise, keep_where, require_same_shape
 from ortgrad.registry import FLOATS, operator
 
@@ -19,7 +20,6 @@ _CONTRACT: dict[str, Any] = {
     "outputs": ["dX"],
     "shapes": "dY",
     "types": {"T": FLOATS, "T1": FLOATS},
-    "auto": "python",
 }
 _DEFAULT_RATIO = 0.5
 
@@ -80,3 +80,12 @@ def _single(name: str, array: np.ndarray) -> Any:
     if array.size != 1:
         raise ValueError(f"{name} must be one value, it has the shape {list(array.shape)}")
     return array.reshape(-1)[0]
+
+
+@gradient("Dropout")
+def _(node: Node) -> Slots:
+    dy, training = node.grad(0), node.optional(2)
+    known = node.constant(2)
+    if training is None or (known is not None and not known.any()):
+        return (dy,)
+    return (node.op.DropoutGrad(dy, node.output(1), node.optional(1), training if known is None else None),)
