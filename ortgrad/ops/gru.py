@@ -81,6 +81,8 @@ class _Cell:
         return op.Transpose(value, perm=order) if self.batch_first else value
 
 
+# How many states the gradient prepares at once.
+_BLOCK = 1 << 15
 # To the end, for Slice.
 _END = np.iinfo(np.int64).max
 
@@ -186,10 +188,11 @@ class _Inputs:
         padding = np.arange(steps)[:, None] >= sl
         return cls(x, w, r, b, h0, sl, padding if padding.any() else None)
 
-    def weighted(self, direction: int, linear_before_reset: bool) -> np.ndarray:
-        """X W^T and the biases that are added to it, for all steps: [steps, batch, 3 hidden]."""
-        steps, batch, inputs = self.x.shape
-        result = self.x.reshape(steps * batch, inputs) @ self.w[direction].T
+    def weighted(self, direction: int, linear_before_reset: bool, block: slice = slice(None)) -> np.ndarray:
+        """X W^T and the biases that are added to it, for some steps: [steps, batch, 3 hidden]."""
+        x = self.x[block]
+        steps, batch, inputs = x.shape
+        result = x.reshape(steps * batch, inputs) @ self.w[direction].T
         if self.b is not None:
             bias, recurrent = np.split(self.b[direction], 2)
             result += bias
@@ -561,7 +564,7 @@ def _backward(
     dh: np.ndarray,
     wanted: Sequence[bool],
 ) -> tuple[np.ndarray | None, ...]:
-    """The gradients of one direction; overwrites zrh, dh_all and dh.
+    """The gradients of one direction; overwrites h_all, zrh, dh_all and dh.
 
     With dH for the gradient of a step's new state and a for what goes into an activation,
 
@@ -573,115 +576,127 @@ def _backward(
         dar = dah q f'
         dH of the step before = dH z + daz Rz + dar Rr + (dah r) Rh
 
-    Everything that does not depend on dH is computed for all steps before the loop, everything
-    that the loop does not need is computed for all steps after it.
+    What does not depend on dH is computed for a block of steps at once, what the recurrence does not
+    need for all steps after it. A step's gradients take the place of its gates: fresh memory is slow.
     """
     steps, batch, hidden = h_all.shape
     x, w, r = inputs.x.reshape(steps * batch, inputs.x.shape[2]), inputs.w[direction], inputs.r[direction]
+    r_zr, r_h = r[: 2 * hidden], r[2 * hidden :]
+    linear_before_reset, padding = cell.linear_before_reset, inputs.padding
     previous = _previous_states(cell, inputs, direction, h_all)
-    if inputs.padding is not None:
-        zrh[inputs.padding] = 0
+    if padding is not None:
+        zrh[padding] = 0
         if dh_all is not None:
-            dh_all[inputs.padding] = 0
-    z, reset, h = (zrh[:, :, i * hidden : (i + 1) * hidden] for i in range(3))
-    inner = linear = None
-    if cell.linear_before_reset:
-        linear = previous @ r[2 * hidden :].T
-        if inputs.b is not None:
-            linear += inputs.b[direction, 5 * hidden :]
-    else:
-        inner = reset * previous
-    factors = _slopes(cell, inputs, direction, zrh, previous, inner, linear)
-    factor_z, factor_r, factor_h = (factors[:, :, i * hidden : (i + 1) * hidden] for i in range(3))
-    factor_z *= previous - h
-    factor_h *= 1 - z
-    if inputs.padding is not None:
-        z[inputs.padding] = 1
-    order = range(steps) if cell.reverse[direction] else reversed(range(steps))
-    product = np.empty((batch, hidden), h.dtype)
-    da = np.empty((steps, batch, 3 * hidden), h.dtype)
-    if cell.linear_before_reset:
-        # factors becomes that of (daz, dar, dah r), which are all multiples of dH.
-        factor_r *= linear
-        factor_r *= factor_h
-        last = factor_h.copy()
-        factor_h *= reset
-        dhs = np.zeros((steps, batch, hidden), h.dtype) if dh_all is None else dh_all
-        factors = factors.reshape(steps, batch, 3, hidden)
-        by_gate = da.reshape(steps, batch, 3, hidden)
-        for t in order:
-            dhs[t] += dh
-            np.multiply(dhs[t, :, None], factors[t], out=by_gate[t])
-            np.multiply(dhs[t], z[t], out=dh)
-            np.matmul(da[t], r, out=product)
-            dh += product
-    else:
-        factor_r *= previous
-        r_zr, r_h = r[: 2 * hidden], r[2 * hidden :]
-        through = np.empty((batch, hidden), h.dtype)
-        for t in order:
+            dh_all[padding] = 0
+    # dah if linear_before_reset, else r H; nobody needs the states any more.
+    kept = h_all
+    rest, through, product = np.empty((3, batch, hidden), h_all.dtype)
+    for block in _blocks(cell.reverse[direction], steps, batch * hidden):
+        factors, factor_h = _factors(cell, inputs, direction, block, zrh, previous, kept)
+        if padding is not None:
+            zrh[block, :, :hidden][padding[block]] = 1
+        order = range(len(factors)) if cell.reverse[direction] else reversed(range(len(factors)))
+        for i in order:
+            t = block.start + i
+            gates = zrh[t].reshape(batch, 3, hidden)
             if dh_all is not None:
                 dh += dh_all[t]
-            daz, dar, dah = da[t, :, :hidden], da[t, :, hidden : 2 * hidden], da[t, :, 2 * hidden :]
-            np.multiply(dh, factor_z[t], out=daz)
-            np.multiply(dh, factor_h[t], out=dah)
-            np.matmul(dah, r_h, out=through)
-            np.multiply(through, factor_r[t], out=dar)
-            np.matmul(da[t, :, : 2 * hidden], r_zr, out=product)
-            dh *= z[t]
-            dh += product
-            through *= reset[t]
-            dh += through
-    flat = da.reshape(steps * batch, 3 * hidden)
-    flat_previous = previous.reshape(steps * batch, hidden)
+            np.multiply(dh, gates[:, 0], out=rest)
+            if linear_before_reset:
+                np.multiply(dh, factor_h[i], out=kept[t])
+                np.multiply(dh[:, None], factors[i], out=gates)
+                np.matmul(zrh[t], r, out=dh)
+            else:
+                np.multiply(dh, factors[i, :, 0], out=gates[:, 0])
+                np.multiply(dh, factors[i, :, 2], out=gates[:, 2])
+                np.matmul(gates[:, 2], r_h, out=through)
+                np.multiply(through, gates[:, 1], out=product)
+                rest += product
+                np.multiply(through, factors[i, :, 1], out=gates[:, 1])
+                np.matmul(zrh[t, :, : 2 * hidden], r_zr, out=dh)
+            dh += rest
+    da = zrh.reshape(steps * batch, 3 * hidden)
+    flat_previous, flat_kept = (a.reshape(steps * batch, hidden) for a in (previous, kept))
+    ones = np.ones(steps * batch, da.dtype)
     dx = dw = dr = db = None
-    recurrent_bias = flat.sum(0) if wanted[3] else None
-    if wanted[2]:
-        if inner is None:
-            dr = flat.T @ flat_previous
-        else:
-            dr = np.empty_like(r)
-            np.matmul(flat[:, : 2 * hidden].T, flat_previous, out=dr[: 2 * hidden])
-            np.matmul(flat[:, 2 * hidden :].T, inner.reshape(steps * batch, hidden), out=dr[2 * hidden :])
-    if cell.linear_before_reset:
-        np.multiply(dhs, last, out=da[:, :, 2 * hidden :])
-    if wanted[0]:
-        dx = flat @ w
-    if wanted[1]:
-        dw = flat.T @ x
     if wanted[3]:
-        db = np.concatenate([flat.sum(0), recurrent_bias])
+        db = np.tile(ones @ da, 2)
+    if wanted[2]:
+        dr = np.empty_like(r)
+        if linear_before_reset:
+            np.matmul(da.T, flat_previous, out=dr)
+        else:
+            np.matmul(da[:, : 2 * hidden].T, flat_previous, out=dr[: 2 * hidden])
+            np.matmul(da[:, 2 * hidden :].T, flat_kept, out=dr[2 * hidden :])
+    if linear_before_reset:
+        da[:, 2 * hidden :] = flat_kept
+        if db is not None:
+            db[2 * hidden : 3 * hidden] = ones @ flat_kept
+    if wanted[0]:
+        dx = da @ w
+    if wanted[1]:
+        dw = da.T @ x
     return dx, dw, dr, db, dh
 
 
-def _slopes(
+def _blocks(reverse: bool, steps: int, size: int) -> list[slice]:
+    """The steps in pieces that fit the cache, in the order in which the gradient goes through them."""
+    count = max(1, _BLOCK // max(1, size))
+    blocks = [slice(start, min(start + count, steps)) for start in range(0, steps, count)]
+    return blocks if reverse else blocks[::-1]
+
+
+def _factors(
     cell: _Cell,
     inputs: _Inputs,
     direction: int,
+    block: slice,
     zrh: np.ndarray,
     previous: np.ndarray,
-    inner: np.ndarray | None,
-    linear: np.ndarray | None,
-) -> np.ndarray:
-    """The activations' derivatives, zero where their input was cut off or a row is over."""
-    hidden = previous.shape[2]
+    kept: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the gradients are multiples of, [steps, batch, 3, hidden]: see `_backward`.
+
+    The factors of daz, dar and dah, the second one for dah Rh; or, if linear_before_reset, those of daz,
+    dar and dah r, and apart that of dah, all for dH. Leaves r H in `kept` if not linear_before_reset.
+    """
+    gates, h0 = zrh[block], previous[block]
+    steps, batch, hidden = h0.shape
+    rows, r = steps * batch, inputs.r[direction]
     gate_function, state_function = cell.activations[direction]
-    slopes = np.empty_like(zrh)
-    slopes[:, :, : 2 * hidden] = gate_function.slope(zrh[:, :, : 2 * hidden])
-    slopes[:, :, 2 * hidden :] = state_function.slope(zrh[:, :, 2 * hidden :])
+    z, reset, h = (gates[:, :, i * hidden : (i + 1) * hidden] for i in range(3))
+    if cell.linear_before_reset:
+        linear = (h0.reshape(rows, hidden) @ r[2 * hidden :].T).reshape(h0.shape)
+        if inputs.b is not None:
+            linear += inputs.b[direction, 5 * hidden :]
+    else:
+        np.multiply(reset, h0, out=kept[block])
+    factors = np.empty((steps, batch, 3, hidden), gates.dtype)
+    flat = factors.reshape(gates.shape)
+    flat[:, :, : 2 * hidden] = gate_function.slope(gates[:, :, : 2 * hidden])
+    flat[:, :, 2 * hidden :] = state_function.slope(h)
     if cell.clip is not None:
         # The gates do not tell what went into them, so it is computed once more.
-        r = inputs.r[direction]
-        a = inputs.weighted(direction, cell.linear_before_reset)
-        a[:, :, : 2 * hidden] += previous @ r[: 2 * hidden].T
-        if linear is None:
-            a[:, :, 2 * hidden :] += inner @ r[2 * hidden :].T
+        a = inputs.weighted(direction, cell.linear_before_reset, block)
+        a[:, :, : 2 * hidden] += (h0.reshape(rows, hidden) @ r[: 2 * hidden].T).reshape(steps, batch, -1)
+        if cell.linear_before_reset:
+            a[:, :, 2 * hidden :] += reset * linear
         else:
-            a[:, :, 2 * hidden :] += zrh[:, :, hidden : 2 * hidden] * linear
-        slopes[np.abs(a) > cell.clip] = 0
+            inner = np.ascontiguousarray(kept[block]).reshape(rows, hidden)
+            a[:, :, 2 * hidden :] += (inner @ r[2 * hidden :].T).reshape(h0.shape)
+        flat[np.abs(a, out=a) > cell.clip] = 0
     if inputs.padding is not None:
-        slopes[inputs.padding] = 0
-    return slopes
+        factors[inputs.padding[block]] = 0
+    factors[:, :, 0] *= h0 - h
+    factors[:, :, 2] *= 1 - z
+    if not cell.linear_before_reset:
+        factors[:, :, 1] *= h0
+        return factors, factors[:, :, 2]
+    factor_h = factors[:, :, 2].copy()
+    factors[:, :, 1] *= linear
+    factors[:, :, 1] *= factor_h
+    factors[:, :, 2] *= reset
+    return factors, factor_h
 
 
 @gru_grad.onnx
