@@ -71,14 +71,22 @@ def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[
 class BackwardPass:
     """Gradients by value, while they grow from the outputs towards the targets.
 
-    `op` records the nodes; `nodes` are the forward nodes of one graph in topological order.
+    `op` records the nodes; `nodes` are the forward nodes of one graph in topological order. Gradients
+    that are in `outside`, because a graph around this one computes them, keep their names.
     """
 
-    def __init__(self, op: Ops, nodes: Sequence[ir.Node], targets: Sequence[ir.Value]) -> None:
+    def __init__(
+        self,
+        op: Ops,
+        nodes: Sequence[ir.Node],
+        targets: Sequence[ir.Value],
+        outside: Iterable[ir.Value] = (),
+    ) -> None:
         self.op = op
         self.failures: list[Failure] = []
         self._nodes = nodes
         self._active = active_values(nodes, targets)
+        self._outside = set(outside)
         self._contributions: dict[ir.Value, list[ir.Value]] = {}
         self._named: set[str] = {value.name for node in nodes for value in node.outputs if value.name}
 
@@ -121,7 +129,7 @@ class BackwardPass:
     def _name(self, grad: ir.Value, name: str) -> None:
         """Call a gradient by its customary name, unless it has one already."""
         producer = grad.producer()
-        recorded = producer is not None and producer.graph is None
+        recorded = producer is not None and producer.graph is None and grad not in self._outside
         if recorded and grad.name not in self._named and name not in self._named:
             grad.name = name
             self._named.add(name)

@@ -74,7 +74,7 @@ class Ops(ir.tape.Tape):
                 f"_{output.index()}" if _outputs > 1 else ""
             )
         result = outputs[0] if _outputs == 1 else outputs
-        if op_type not in RANDOM:
+        if op_type not in RANDOM and not any(isinstance(a, ir.Graph) for a in attributes.values()):
             self._recorded[key] = result
         return result
 

@@ -268,6 +268,9 @@ class _CannotRunError(Exception):
     """Something cannot run the forward pass."""
 
 
+FAILURES: tuple[type[Exception], ...] = (_CannotRunError, OrtgradError, *ORT_ERRORS)
+
+
 def _onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
     try:
         session = InferenceSession(model, kernels="onnx")
@@ -539,7 +542,7 @@ def _check_node(
     for where in (feeds, moved):
         try:
             result = check(model, where, wrt=item.wrt, of=item.of)
-        except (_CannotRunError, OrtgradError, *ORT_ERRORS) as error:
+        except FAILURES as error:
             return replace(row, note=str(error))
         worst = max(result.rows, key=lambda r: r.error)
         row = Row(name, worst.error, worst.tolerance, "" if worst.ok else f"towards {worst.name!r}")

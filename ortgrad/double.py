@@ -75,7 +75,8 @@ def _doubled(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 def _convert_attributes(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> None:
     for attribute in node.attribute:
-        for inner in (attribute.g, *attribute.graphs):
+        # Not touched unless it is there: that alone would make it present.
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
             _convert_graph(inner, low, opsets)
         if attribute.name in TYPE_ATTRIBUTES and attribute.i in LOW:
             attribute.i = TensorProto.DOUBLE

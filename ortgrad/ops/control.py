@@ -1,0 +1,324 @@
+"""Gradient rules of If, Loop and Scan.
+
+The backward node runs the subgraph's forward nodes again, and then their backward nodes. A loop
+is walked from its last iteration to its first: the forward node is made to save the state with
+which every iteration starts, and the backward node carries the gradient of the state, and a sum
+for every value that the body reads from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+
+@gradient("If")
+def _(node: Node) -> Slots:
+    names = ("then_branch", "else_branch")
+    graphs = [node.attribute(name) for name in names]
+    captured = _active_captures(node, graphs)
+    seeds = {i: g for i in range(len(node.node.outputs)) if (g := node.optional_grad(i)) is not None}
+    branches = {}
+    for name, graph in zip(names, graphs, strict=True):
+        body = _Body(node, graph)
+        totals = body.differentiate(seeds, captured)
+        body.close([t or body.op.full_like(v, 0.0) for v, t in zip(captured, totals, strict=True)])
+        branches[name] = body.graph
+    results = _emit(node.op, "If", [node.input(0)], branches, captured)
+    node.captured.update(zip(captured, results, strict=True))
+    return (None,)
+
+
+@gradient("Loop")
+def _(node: Node) -> Slots:
+    op, graph = node.op, node.attribute("body")
+    count = len(graph.inputs) - 2
+    before, after = slice(2, 2 + count), slice(1, 1 + count)
+    step = _Step(node, graph, node.inputs[2:], before, after)
+    body, states = step.body, step.states
+    saved = {i: _save(node, graph, 2 + i, after) for i, v in enumerate(states) if v.uses()}
+    counted = next(iter(saved.values())) if saved else _save(node, graph, 0, after)
+    trips = op.Squeeze(op.Shape(counted, start=0, end=1))
+    last = op.Sub(trips, 1)
+
+    # Iteration k of the backward loop undoes iteration last - k.
+    number, condition = (_value_like(value, f"{value.name}") for value in body.inputs[:2])
+    front = body.new_ops()
+    current = front.Sub(last, number)
+    provided = {states[i]: front.Gather(tensor, current, axis=0) for i, tensor in saved.items()}
+    for i, piece in step.pieces.items():
+        provided[piece] = front.Gather(node.grad(count + i), current, axis=0)
+    # An iteration that ran began with a condition that was true, and so does every one here.
+    true = front.constant(np.array(True))
+    body.graph.outputs.insert(0, true)
+    body.graph.inputs.extend([number, condition, *step.before])
+    body.provide(front, {**provided, body.inputs[0]: current, body.inputs[1]: true})
+    results = _emit(op, "Loop", [trips, None, *step.initial], {"body": body.graph}, step.like)
+    return None, None, *step.finish(results)
+
+
+@gradient("Scan")
+def _(node: Node) -> Slots:
+    graph, scanned = node.attribute("body"), node.attribute("num_scan_inputs")
+    count = len(graph.inputs) - scanned
+    outputs = len(graph.outputs) - count
+    axes = node.attribute("scan_input_axes") or [0] * scanned
+    directions = node.attribute("scan_input_directions") or [0] * scanned
+    output_axes = node.attribute("scan_output_axes") or [0] * outputs
+    output_directions = node.attribute("scan_output_directions") or [0] * outputs
+    states = slice(0, count)
+    step = _Step(node, graph, node.inputs, states, states)
+    body = step.body
+
+    # What the backward node scans: value in the body, tensor, axis, and the other direction.
+    scans: list[tuple[ir.Value, ir.Value, int, int]] = []
+    for i, value in enumerate(body.inputs):
+        if not value.uses():
+            continue
+        if i < count:
+            scans.append((value, _save(node, graph, i, states), 0, 1))
+        else:
+            scans.append((value, node.input(i), axes[i - count], 1 - directions[i - count]))
+    for i, piece in step.pieces.items():
+        scans.append((piece, node.grad(count + i), output_axes[i], 1 - output_directions[i]))
+    if not scans:
+        # Something must say how often.
+        scans.append((body.inputs[count], node.input(count), axes[0], 0))
+    body.graph.inputs.extend([*step.before, *(value for value, *_ in scans)])
+    attributes = {
+        "body": body.graph,
+        "num_scan_inputs": len(scans),
+        "scan_input_axes": [axis for _, _, axis, _ in scans],
+        "scan_input_directions": [direction for *_, direction in scans],
+        "scan_output_axes": [axes[i - count] for i in step.scanned],
+        "scan_output_directions": [1 - directions[i - count] for i in step.scanned],
+    }
+    operands = [*step.initial, *(tensor for _, tensor, *_ in scans)]
+    like = [*step.like, *(node.input(i) for i in step.scanned)]
+    results = _emit(node.op, "Scan", operands, {k: v for k, v in attributes.items() if v}, like)
+    grads = dict(zip(step.scanned, results[len(step.like) :], strict=True))
+    return *step.finish(results), *(grads.get(i) for i in range(count, count + scanned))
+
+
+class _Body:
+    """A copy of a subgraph to which its backward nodes are added.
+
+    `inputs` and `outputs` are those of the forward graph; `graph` has none until they are set.
+    """
+
+    def __init__(self, node: Node, graph: ir.Graph) -> None:
+        _refuse_random(node, graph)
+        self._node = node
+        self.graph = graph.clone(allow_outer_scope_values=True)
+        self.inputs = list(self.graph.inputs)
+        self.outputs = list(self.graph.outputs)
+        self.graph.inputs.clear()
+        self.graph.outputs.clear()
+        self.op = self.new_ops()
+
+    def new_ops(self) -> Ops:
+        from ortgrad.bodies import Ops
+
+        return Ops(self._node.op.opset, f"{self._node.op.prefix}{self.graph.name}/")
+
+    def differentiate(
+        self, seeds: Mapping[int, ir.Value], targets: Sequence[ir.Value]
+    ) -> list[ir.Value | None]:
+        """The gradients of the targets, given those of outputs; None where there is none."""
+        from ortgrad.backward import BackwardPass
+
+        backward = BackwardPass(self.op, list(self.graph), targets, outside=seeds.values())
+        for i, grad in seeds.items():
+            backward.seed(self.outputs[i], grad)
+        backward.run()
+        if backward.failures:
+            reasons = [f"{f.node.op_type} node {f.node.name!r}: {f.reason}" for f in backward.failures]
+            raise self._node.unsupported(f"in {self.graph.name!r}, {'; '.join(reasons)}")
+        return [backward.total(value) for value in targets]
+
+    def close(self, outputs: Iterable[ir.Value]) -> None:
+        """Take in what is recorded, for these outputs, and drop the nodes that nobody needs."""
+        own: set[ir.Value] = {value for made in self.op.nodes for value in made.outputs}
+        for value in outputs:
+            # An output of a graph must come from a node of it, and from one place only.
+            output = value if value in own else self.op.copy(value)
+            own.discard(output)
+            self.graph.outputs.append(output)
+        self.graph.extend(self.op.nodes)
+        kept = set(self.graph.outputs)
+        for made in reversed(self.graph):
+            if not any(value in kept or value.uses() for value in made.outputs):
+                self.graph.remove(made, safe=True)
+
+    def provide(self, front: Ops, values: Mapping[ir.Value, ir.Value]) -> None:
+        """Put what `front` has recorded in the place of values that were left open."""
+        import onnx_ir as ir
+
+        for value, other in values.items():
+            other.type, other.shape = other.type or value.type, other.shape or value.shape
+            ir.convenience.replace_all_uses_with(value, other)
+        self.graph.extend(front.nodes)
+        self.graph.sort()
+
+
+class _Step:
+    """One iteration backwards: which gradients go through it, and the body that computes them.
+
+    States and scan outputs are known by their number, scan inputs by their place among the inputs.
+    `inputs` and `outputs` say where the states are among those of the body.
+    """
+
+    def __init__(self, node: Node, graph: ir.Graph, operands: Slots, inputs: slice, outputs: slice) -> None:
+        self._node = node
+        self.body = body = _Body(node, graph)
+        self.states = body.inputs[inputs]
+        fed = list(zip(body.inputs[inputs.start :], operands, strict=False))
+        for value, operand in fed:
+            if value.type is None and operand is not None:
+                value.type = operand.type
+        captured = _active_captures(node, [graph])
+        targets = [value for value, operand in fed if operand in node.active]
+        targets += _activated(list(body.graph), [*targets, *captured], self.states, body.outputs[outputs])
+        self.carried = {
+            i: _value_like(value, f"{value.name}_grad")
+            for i, value in enumerate(self.states)
+            if value in targets
+        }
+        self.pieces = {
+            i: _value_like(value, f"{value.name}_grad")
+            for i, value in enumerate(body.outputs[outputs.stop :])
+            if node.optional_grad(len(self.states) + i) is not None
+        }
+        seeds = {outputs.start + i: value for i, value in self.carried.items()}
+        seeds |= {outputs.stop + i: value for i, value in self.pieces.items()}
+        grads = body.differentiate(seeds, [*targets, *captured])
+        totals = {v: g for v, g in zip([*targets, *captured], grads, strict=True) if g is not None}
+        self.sums = {
+            value: _value_like(value, f"{value.name}_grad_sum") for value in captured if value in totals
+        }
+        self.scanned = [i for i, v in enumerate(body.inputs) if i >= inputs.stop and v in totals]
+        op = body.op
+        after = [totals.get(v) or op.full_like(v, 0.0) for v in (self.states[i] for i in self.carried)]
+        after += [op.Add(total, totals[value]) for value, total in self.sums.items()]
+        after += [totals[body.inputs[i]] for i in self.scanned]
+        body.close(after)
+        self.pieces = {i: value for i, value in self.pieces.items() if value.uses()}
+
+    @property
+    def before(self) -> list[ir.Value]:
+        """The inputs of the body that carry gradients and sums."""
+        return [*self.carried.values(), *self.sums.values()]
+
+    @property
+    def initial(self) -> list[ir.Value]:
+        """What the backward node starts from."""
+        zeros = (self._node.op.full_like(value, 0.0) for value in self.sums)
+        return [*(self._node.grad(i) for i in self.carried), *zeros]
+
+    @property
+    def like(self) -> list[ir.Value]:
+        """Values of the type and shape of what the backward node ends with."""
+        return [*(self.states[i] for i in self.carried), *self.sums]
+
+    def finish(self, results: Sequence[ir.Value]) -> list[ir.Value | None]:
+        """Hand over the sums; returns the gradients of the initial states."""
+        self._node.captured.update(zip(self.sums, results[len(self.carried) :], strict=False))
+        grads = dict(zip(self.carried, results, strict=False))
+        return [grads.get(i) for i in range(len(self.states))]
+
+
+def _activated(
+    nodes: Sequence[ir.Node],
+    targets: Sequence[ir.Value],
+    before: Sequence[ir.Value],
+    after: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """The states that start without anything to differentiate and get it from an iteration."""
+    from ortgrad.backward import FLOAT_TYPES, active_values
+
+    found: list[ir.Value] = []
+    while True:
+        active = active_values(nodes, [*targets, *found])
+        more = [
+            start
+            for start, end in zip(before, after, strict=True)
+            if end in active and start not in active and start.dtype in FLOAT_TYPES
+        ]
+        if not more:
+            return found
+        found += more
+
+
+def _active_captures(node: Node, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
+    from ortgrad.backward import captured_values
+
+    found = dict.fromkeys(value for graph in graphs for value in captured_values(graph))
+    return [value for value in found if value in node.active]
+
+
+def _refuse_random(node: Node, graph: ir.Graph) -> None:
+    """Random nodes would draw other numbers when the backward node runs them again."""
+    from onnx_ir.traversal import RecursiveGraphIterator
+
+    from ortgrad.bodies import RANDOM
+
+    for inner in RecursiveGraphIterator(graph):
+        idle = inner.op_type == "Dropout" and (len(inner.inputs) < 3 or inner.inputs[2] is None)
+        if inner.op_type in RANDOM and not idle:
+            raise node.unsupported(f"its subgraph holds the random {inner.op_type} node {inner.name!r}")
+
+
+def _value_like(value: ir.Value, name: str) -> ir.Value:
+    import onnx_ir as ir
+
+    return ir.Value(name=name, type=value.type, shape=value.shape)
+
+
+def _save(node: Node, graph: ir.Graph, i: int, states: slice) -> ir.Value:
+    """Make a loop put out, for every iteration, the i-th input of its body."""
+    import onnx_ir as ir
+
+    value = graph.inputs[i]
+    if not isinstance(value.type, ir.TensorType):
+        raise node.unsupported(f"the state {value.name!r} of its body is not known to be a tensor")
+    first = states.stop
+    for place, output in enumerate(graph.outputs[first:], first):
+        producer = output.producer()
+        if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is value:
+            # A model that was built before saves it already.
+            return node.output(place - states.start)
+    keeper = ir.Node("", "Identity", [value])
+    kept = keeper.outputs[0]
+    kept.name, kept.type, kept.shape = f"{value.name}/saved", value.type, value.shape
+    graph.append(keeper)
+    graph.outputs.append(kept)
+    saved = node.output(len(graph.outputs) - 1 - states.start)
+    saved.type = value.type
+    saved.shape = None if value.shape is None else ir.Shape([None, *value.shape])
+    return saved
+
+
+def _emit(
+    op: Ops,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any],
+    like: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """Record a node whose outputs have the types and shapes of `like`."""
+    if not like:
+        return []
+    outputs = op.op_multi_out(op_type, inputs, attributes, num_outputs=len(like))
+    for i, (output, value) in enumerate(zip(outputs, like, strict=True)):
+        output.name = f"{op.prefix}{op_type}_{len(op.nodes)}_{i}"
+        output.type, output.shape = value.type, value.shape
+    return list(outputs)
