@@ -1,0 +1,381 @@
+"""Gathers and scatters: their gradient rules, and GatherGrad, GatherElementsGrad, GatherNDGrad.
+
+onnxruntime's ScatterND lets several threads add to one place at the same time and loses terms, so sums
+go through ScatterElements, which works on one thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.registry import FLOATS, INTEGERS, Operand, Shape, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+_FLOAT, _INT64 = 1, 7  # TensorProto's numbers
+# Elements whose positions are computed at a time.
+_CHUNK = 1 << 18
+
+
+def shape_of(operand: Operand | None) -> Shape | None:
+    """The shape that an operand holds, as far as it is known."""
+    if operand is None:
+        return None
+    if operand.value is not None:
+        return tuple(int(d) for d in operand.value)
+    if operand.shape is not None and len(operand.shape) == 1 and isinstance(operand.shape[0], int):
+        return (None,) * operand.shape[0]
+    return None
+
+
+def dimensions(shape: np.ndarray) -> tuple[int, ...]:
+    """The input `shape` of a kernel as a tuple."""
+    if shape.ndim != 1 or (shape < 0).any():
+        raise ValueError(f"shape must be a vector of lengths, not {shape.tolist()}")
+    return tuple(int(d) for d in shape)
+
+
+def size_of(op: Ops, value: ir.Value) -> ir.Value:
+    """The number of elements as a vector of one."""
+    if value.shape is not None and value.shape.is_static():
+        return op.constant(np.array([math.prod(value.shape.numpy())], np.int64))
+    return op.Reshape(op.Size(value), [1])
+
+
+def scatter_back(
+    op: Ops, dy: ir.Value, shape: ir.Value, select: Callable[[ir.Value], ir.Value], unique: bool = False
+) -> ir.Value:
+    """Add each element of dY to the place that `select` took it from; no place twice if `unique`."""
+    size = op.ReduceProd(shape, keepdims=0)
+    positions = op.Reshape(select(op.Reshape(op.Range(0, size, 1), shape, allowzero=1)), [-1])
+    half = not unique and dy.dtype is not None and dy.dtype.itemsize < 4
+    # ScatterElements adds up no half-precision numbers.
+    terms = op.Reshape(op.Cast(dy, to=_FLOAT) if half else dy, [-1])
+    zeros = op.Expand(op.number(0.0, terms), op.Reshape(size, [1]))
+    total = op.ScatterElements(zeros, positions, terms, axis=0, reduction="none" if unique else "add")
+    total = op.Reshape(total, shape, allowzero=1)
+    return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
+
+
+def _positive(indices: np.ndarray, length: int) -> np.ndarray:
+    """Indices along an axis of that length, negative ones counted from its end."""
+    if indices.size:
+        low, high = int(indices.min()), int(indices.max())
+        if low < -length or high >= length:
+            raise ValueError(f"index {low if low < -length else high} is out of range for length {length}")
+        if low < 0:
+            indices = np.where(indices < 0, indices + length, indices)
+    return indices.astype(np.intp, copy=False)
+
+
+def _axis(axis: int, rank: int) -> int:
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis {axis} does not exist in {rank} dimensions")
+    return axis % rank
+
+
+def _require_shape(dy: np.ndarray, expected: Sequence[int]) -> None:
+    if dy.shape != tuple(expected):
+        raise ValueError(f"dY has shape {list(dy.shape)}, the selection has {list(expected)}")
+
+
+def _add_rows(dx: np.ndarray, rows: np.ndarray, dy: np.ndarray) -> None:
+    """dx[rows[i]] += dy[i], in place, for arrays of two axes."""
+    width = dx.shape[1]
+    # add.at is fast along one axis only.
+    flat, columns = dx.reshape(-1), np.arange(width)
+    step = max(1, _CHUNK // max(1, width))
+    for i in range(0, len(rows), step):
+        positions = rows[i : i + step, np.newaxis] * width + columns
+        np.add.at(flat, positions.reshape(-1), dy[i : i + step].reshape(-1))
+
+
+@operator(
+    "GatherGrad",
+    inputs=["shape: I", "indices: Tind", "dY"],
+    outputs=["dX"],
+    shapes=lambda shape, *_, **__: [shape_of(shape)],
+    attributes={"axis": 0},
+    types={"T": FLOATS, "I": INTEGERS, "Tind": INTEGERS},
+    auto="python",
+)
+def gather_grad(shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, axis: int) -> np.ndarray:
+    """dX[indices] += dY along an axis, dX = 0 before"""
+    dims = dimensions(shape)
+    axis = _axis(axis, len(dims))
+    outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
+    _require_shape(dy, dims[:axis] + indices.shape + dims[axis + 1 :])
+    rows = _positive(indices, length).reshape(-1)
+    dx = np.zeros(dims, dy.dtype)
+    if rows.size == 1:
+        dx.reshape(outer, length, inner)[:, rows[0]] = dy.reshape(outer, inner)
+    elif dy.size:
+        rows = (np.arange(outer)[:, np.newaxis] * length + rows).reshape(-1)
+        _add_rows(dx.reshape(-1, inner), rows, dy.reshape(-1, inner))
+    return dx
+
+
+@gather_grad.onnx
+def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -> ir.Value:
+    shape = op.Cast(shape, to=_INT64)
+    return scatter_back(op, dy, shape, lambda x: op.Gather(x, indices, axis=axis))
+
+
+@operator(
+    "GatherElementsGrad",
+    inputs=["dY", "shape: int64", "indices: Tind"],
+    outputs=["dX"],
+    shapes=lambda dy, shape, *_, **__: [shape_of(shape)],
+    attributes={"axis": 0},
+    types={"T": FLOATS, "Tind": INTEGERS},
+)
+def gather_elements_grad(dy: np.ndarray, shape: np.ndarray, indices: np.ndarray, *, axis: int) -> np.ndarray:
+    """dX[.., indices[i], ..] += dY[.., i, ..] along an axis, dX = 0 before"""
+    dims = dimensions(shape)
+    axis = _axis(axis, len(dims))
+    _require_shape(dy, indices.shape)
+    if dy.ndim != len(dims) or any(
+        n > d for i, (n, d) in enumerate(zip(dy.shape, dims, strict=False)) if i != axis
+    ):
+        raise ValueError(f"indices of shape {list(indices.shape)} do not fit into {list(dims)}")
+    positions = _positive(indices, dims[axis]) * math.prod(dims[axis + 1 :])
+    for i, n in enumerate(dy.shape):
+        if i != axis:
+            along = np.arange(n) * math.prod(dims[i + 1 :])
+            positions += along.reshape(-1, *[1] * (dy.ndim - 1 - i))
+    dx = np.zeros(dims, dy.dtype)
+    np.add.at(dx.reshape(-1), positions.reshape(-1), dy.reshape(-1))
+    return dx
+
+
+@gather_elements_grad.onnx
+def _(op: Ops, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int) -> ir.Value:
+    half = dy.dtype is not None and dy.dtype.itemsize < 4
+    terms = op.Cast(dy, to=_FLOAT) if half else dy
+    zeros = op.Expand(op.number(0.0, terms), shape)
+    total = op.ScatterElements(zeros, indices, terms, axis=axis, reduction="add")
+    return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
+
+
+@operator(
+    "GatherNDGrad",
+    inputs=["shape: int64", "indices: int64", "dY"],
+    outputs=["dX"],
+    shapes=lambda shape, *_, **__: [shape_of(shape)],
+    attributes={"batch_dims": 0},
+    auto="python",
+)
+def gather_nd_grad(shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, batch_dims: int) -> np.ndarray:
+    """dX[indices[i]] += dY[i], dX = 0 before, in each of the leading `batch_dims` axes"""
+    dims = dimensions(shape)
+    depth = indices.shape[-1] if indices.ndim else 0
+    end = batch_dims + depth
+    if indices.ndim <= batch_dims or end > len(dims) or indices.shape[:batch_dims] != dims[:batch_dims]:
+        raise ValueError(
+            f"indices of shape {list(indices.shape)} do not fit {list(dims)} with batch_dims {batch_dims}"
+        )
+    _require_shape(dy, indices.shape[:-1] + dims[end:])
+    batch = math.prod(dims[:batch_dims])
+    rows = np.arange(batch).reshape(-1, *[1] * (indices.ndim - 1 - batch_dims))
+    indices = indices.reshape(batch, *indices.shape[batch_dims:])
+    for i, length in enumerate(dims[batch_dims:end]):
+        rows = rows * length + _positive(indices[..., i], length)
+    rows = np.broadcast_to(rows, indices.shape[:-1]).reshape(-1)
+    inner = math.prod(dims[end:])
+    dx = np.zeros(dims, dy.dtype)
+    if dy.size:
+        _add_rows(dx.reshape(-1, inner), rows, dy.reshape(-1, inner))
+    return dx
+
+
+@gather_nd_grad.onnx
+def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, batch_dims: int) -> ir.Value:
+    return scatter_back(op, dy, shape, lambda x: op.GatherND(x, indices, batch_dims=batch_dims))
+
+
+@gradient("Gather")
+def _(node: Node) -> Slots:
+    op, dy, x, axis = node.op, node.grad(0), node.input(0), node.attribute("axis")
+    index = node.constant(1)
+    if index is None or index.size != 1 or index.ndim > 1:
+        return (op.GatherGrad(op.shape(x), node.input(1), dy, axis=axis),)
+    # One constant index: the rest is padding.
+    i = int(index.item())
+    if index.ndim == 0:
+        dy = op.Unsqueeze(dy, [axis])
+    length = x.shape[axis] if x.shape is not None else None
+    if isinstance(length, int):
+        i %= length
+        return (op.Pad(dy, [i, length - 1 - i], None, [axis]),)
+    others = op.Sub(op.Gather(op.shape(x), [axis]), [1])
+    before, after = ([i], op.Sub(others, [i])) if i >= 0 else (op.Add(others, [i + 1]), [-1 - i])
+    return (op.Pad(dy, op.Concat(before, after, axis=0), None, [axis]),)
+
+
+@gradient("GatherElements")
+def _(node: Node) -> Slots:
+    op, axis = node.op, node.attribute("axis")
+    return (op.GatherElementsGrad(node.grad(0), op.shape(node.input(0)), node.input(1), axis=axis),)
+
+
+@gradient("GatherND")
+def _(node: Node) -> Slots:
+    op, batch = node.op, node.attribute("batch_dims")
+    return (op.GatherNDGrad(op.shape(node.input(0)), node.input(1), node.grad(0), batch_dims=batch),)
+
+
+@gradient("GatherGrad", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    return None, None, node.op.Gather(node.grad(0), node.input(1), axis=node.attribute("axis") or 0)
+
+
+@gradient("GatherElementsGrad", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    return (node.op.GatherElements(node.grad(0), node.input(2), axis=node.attribute("axis") or 0),)
+
+
+@gradient("GatherNDGrad", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    batch = node.attribute("batch_dims") or 0
+    return None, None, node.op.GatherND(node.grad(0), node.input(1), batch_dims=batch)
+
+
+@gradient("TopK")
+def _(node: Node) -> Slots:
+    op, axis = node.op, node.attribute("axis")
+    return (op.GatherElementsGrad(node.grad(0), op.shape(node.input(0)), node.output(1), axis=axis),)
+
+
+@gradient("Unique")
+def _(node: Node) -> Slots:
+    # Equal elements: all of it goes to the first one.
+    return (_selected_back(node, node.output(1)),)
+
+
+@gradient("Compress")
+def _(node: Node) -> Slots:
+    return (_selected_back(node, node.op.Squeeze(node.op.NonZero(node.input(1)), [0])),)
+
+
+def _selected_back(node: Node, indices: ir.Value) -> ir.Value:
+    """The gradient of a selection along an axis, or of the flattened input."""
+    op, dy, x, axis = node.op, node.grad(0), node.input(0), node.attribute("axis")
+    if axis is not None:
+        return op.GatherGrad(op.shape(x), indices, dy, axis=axis)
+    return op.Reshape(op.GatherGrad(size_of(op, x), indices, dy, axis=0), op.shape(x), allowzero=1)
+
+
+@gradient("OneHot")
+def _(node: Node) -> Slots:
+    op, dy, values = node.op, node.grad(0), node.input(2)
+    off_on = op.Concat(
+        op.Reshape(op.number(0.0, values), [1]), op.Reshape(op.number(1.0, values), [1]), axis=0
+    )
+    hit = op.OneHot(node.input(0), node.input(1), off_on, axis=node.attribute("axis"))
+    on = op.ReduceSum(op.Mul(dy, hit), keepdims=0)
+    off = op.ReduceSum(op.Mul(dy, op.Sub(1.0, hit)), keepdims=0)
+    return None, None, op.Concat(op.Reshape(off, [1]), op.Reshape(on, [1]), axis=0)
+
+
+@gradient("ScatterElements")
+def _(node: Node) -> Slots:
+    op, axis, indices = node.op, node.attribute("axis"), node.input(1)
+    updates = node.input(2)
+    if node.attribute("reduction") in ("none", "add"):
+        dy = node.grad(0)
+        rest = dy
+        if node.attribute("reduction") == "none":
+            rest = op.ScatterElements(dy, indices, op.full_like(updates, 0.0), axis=axis)
+        return rest, None, op.GatherElements(dy, indices, axis=axis)
+    dx, du = _scatter_reduced(node, node.grad(0), node.input(0), node.output(0), indices, updates, axis)
+    return dx, None, du
+
+
+@gradient("ScatterND")
+def _(node: Node) -> Slots:
+    op, dy, x, indices = node.op, node.grad(0), node.input(0), node.input(1)
+    updates = node.input(2)
+    if node.attribute("reduction") in ("none", "add"):
+        rest = dy
+        if node.attribute("reduction") == "none":
+            rest = op.ScatterND(dy, indices, op.full_like(updates, 0.0))
+        return rest, None, op.GatherND(dy, indices)
+    # As ScatterElements on the flattened tensors.
+    positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape(x), allowzero=1), indices)
+    flat = [op.Reshape(v, [-1]) for v in (dy, x, node.output(0), positions, updates)]
+    dx, du = _scatter_reduced(node, *flat)
+    shapes = op.shape(x), op.shape(updates)
+    return op.Reshape(dx, shapes[0], allowzero=1), None, op.Reshape(du, shapes[1], allowzero=1)
+
+
+def _scatter_reduced(
+    node: Node, dy: ir.Value, x: ir.Value, y: ir.Value, indices: ir.Value, updates: ir.Value, axis: int = 0
+) -> tuple[ir.Value, ir.Value]:
+    """The gradients of ScatterElements(x, indices, updates) with reduction mul, max or min."""
+    op = node.op
+
+    def gather(value: ir.Value) -> ir.Value:
+        return op.GatherElements(value, indices, axis=axis)
+
+    def scatter(start: ir.Value, terms: ir.Value, reduction: str) -> ir.Value:
+        return op.ScatterElements(start, indices, terms, axis=axis, reduction=reduction)
+
+    if node.attribute("reduction") == "mul":
+        zeros, ones = op.full_like(x, 0.0), op.full_like(x, 1.0)
+        others = product_of_others(
+            op,
+            updates,
+            lambda factors: gather(scatter(ones, factors, "mul")),
+            lambda terms: gather(scatter(zeros, terms, "add")),
+        )
+        return op.Mul(dy, scatter(ones, updates, "mul")), op.Mul(gather(op.Mul(dy, x)), others)
+    # Equal shares for all that reach the extreme, as in PyTorch's scatter_reduce.
+    stays, arrives = op.Equal(x, y), op.Equal(updates, gather(y))
+    count = scatter(op.Cast(stays, to=_INT64), op.Cast(arrives, to=_INT64), "add")
+    share = op.Div(dy, number_like(op, count, x))
+    return op.Where(stays, share, 0.0), op.Where(arrives, gather(share), 0.0)
+
+
+def number_like(op: Ops, value: ir.Value, like: ir.Value) -> ir.Value:
+    """Booleans or whole numbers in the element type of another value."""
+    return op.CastLike(value, like) if like.dtype is None else op.Cast(value, to=int(like.dtype))
+
+
+def product_of_others(
+    op: Ops, x: ir.Value, product: Callable[..., Any], total: Callable[..., Any]
+) -> ir.Value:
+    """For each element the product of the others in its group, zeros or not.
+
+    `product` and `total` reduce over the groups. It can be differentiated once more: with one zero
+    among the others, their product is that zero times the rest.
+    """
+    zero = op.Equal(x, 0.0)
+    factors, zeros, is_zero = op.Where(zero, 1.0, x), op.Where(zero, x, 0.0), number_like(op, zero, x)
+    other_zeros, count = op.Sub(total(zeros), zeros), op.Sub(total(is_zero), is_zero)
+    of_zeros = op.Where(op.Equal(count, 0.0), 1.0, op.Where(op.Equal(count, 1.0), other_zeros, 0.0))
+    return op.Mul(op.Div(product(factors), factors), of_zeros)
+
+
+@gradient("TensorScatter")
+def _(node: Node) -> Slots:
+    op, dy, update, first = node.op, node.grad(0), node.input(1), node.optional(2)
+    rank = node.rank()
+    axis, circular = node.attribute("axis") % rank, node.attribute("mode") == "circular"
+    attributes = {"axis": axis, "mode": node.attribute("mode")}
+    rest = op.TensorScatter(dy, op.full_like(update, 0.0), first, **attributes)
+    length = op.Gather(op.shape(update), [axis])
+    if first is None:
+        return rest, op.Slice(dy, [0], length, [axis])
+    positions = op.Add(op.Unsqueeze(first, [1]), op.Range(0, op.Squeeze(length, [0]), 1))
+    if circular:
+        positions = op.Mod(positions, op.Gather(op.shape(node.input(0)), [axis]))
+    positions = op.Unsqueeze(positions, [i for i in range(1, rank) if i != axis])
+    return rest, op.GatherElements(dy, op.Expand(positions, op.shape(update)), axis=axis)

@@ -1,0 +1,367 @@
+"""Gradient rules of products, determinants and Fourier transforms."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.ops.index import number_like
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+_INT64, _DOUBLE = 7, 11  # TensorProto's numbers
+
+
+@gradient("MatMul")
+def _(node: Node) -> Slots:
+    return _Product(node).grads(node.grad(0))
+
+
+@gradient("Gemm")
+def _(node: Node) -> Slots:
+    from ortgrad.backward import unbroadcast
+
+    op, dy, beta = node.op, node.grad(0), node.attribute("beta")
+    product = _Product(
+        node, bool(node.attribute("transA")), bool(node.attribute("transB")), node.attribute("alpha")
+    )
+    da, db = product.grads(dy)
+    if not node.wants(2):
+        return da, db
+    dc = unbroadcast(op, dy, node.input(2), node.output(0))
+    return da, db, dc if beta == 1 else op.Mul(dc, beta)
+
+
+@gradient("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    op, dy = node.op, node.grad(0)
+    alpha = node.attribute("alpha")
+    batch = [bool(node.attribute(name)) for name in ("transBatchA", "transBatchB")]
+    # A vector is never transposed.
+    turned_a, turned_b = (
+        bool(node.attribute(name)) and node.rank(i) > 1 for i, name in enumerate(("transA", "transB"))
+    )
+    product = _Product(node, turned_a, turned_b, 1.0 if alpha is None else alpha)
+    for i in range(2):
+        if batch[i]:
+            # The first axis is the rows (or columns), the batch lies between it and the last.
+            rank = node.rank(i)
+            product.operands[i] = op.Transpose(node.input(i), perm=[*range(1, rank - 1), 0, rank - 1])
+    grads = list(product.grads(dy))
+    for i in range(2):
+        if batch[i] and grads[i] is not None:
+            rank = node.rank(i)
+            grads[i] = op.Transpose(grads[i], perm=[rank - 2, *range(rank - 2), rank - 1])
+    return grads
+
+
+class _Product:
+    """alpha op(A) op(B) with op the transpose or nothing; A and B vectors, matrices or stacks of them."""
+
+    def __init__(
+        self, node: Node, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
+    ) -> None:
+        self.node = node
+        self.op = node.op
+        self.operands = [node.input(0), node.input(1)]
+        self.ranks = [node.rank(0), node.rank(1)]
+        self.turned = [turned_a, turned_b]
+        self.alpha = alpha
+
+    def grads(self, dy: ir.Value) -> tuple[ir.Value | None, ir.Value | None]:
+        op, (a, b), ranks = self.op, self.operands, self.ranks
+        if max(ranks) > 2 or ranks == [1, 1]:
+            # The products of matrices scale their result themselves.
+            dy = dy if self.alpha == 1 else op.Mul(dy, self.alpha)
+        if ranks == [1, 1]:
+            return op.Mul(dy, b), op.Mul(dy, a)
+        # A vector is a row on the left, a column on the right.
+        if ranks[1] == 1:
+            dy = op.Unsqueeze(dy, [-1])
+        if ranks[0] == 1:
+            dy = op.Unsqueeze(dy, [-2])
+        rows = op.Unsqueeze(a, [0]) if ranks[0] == 1 else a
+        columns = op.Unsqueeze(b, [1]) if ranks[1] == 1 else b
+        da = self._left(dy, columns) if self.node.wants(0) else None
+        db = self._right(dy, rows) if self.node.wants(1) else None
+        return da, db
+
+    def _left(self, dy: ir.Value, b: ir.Value) -> ir.Value:
+        """dA = dY op(B)^T, or its transpose."""
+        turned_a, turned_b = self.turned
+        rank = max(*self.ranks, 2)
+        b_rank = max(self.ranks[1], 2)
+        if turned_a:
+            da = self._multiply(b, b_rank, turned_b, dy, rank, True)
+        else:
+            da = self._multiply(dy, rank, False, b, b_rank, not turned_b)
+        if b_rank > 2:
+            return self._unstacked(da, 0)
+        return self.op.Squeeze(da, [0]) if self.ranks[0] == 1 else da
+
+    def _right(self, dy: ir.Value, a: ir.Value) -> ir.Value:
+        """dB = op(A)^T dY, or its transpose."""
+        op, (turned_a, turned_b) = self.op, self.turned
+        rank = max(*self.ranks, 2)
+        a_rank = max(self.ranks[0], 2)
+        if a_rank > 2 and self.ranks[1] <= 2 and not turned_a:
+            # One product of all rows rather than a sum over a stack of products.
+            a, dy = op.Reshape(a, self._as_matrix(a)), op.Reshape(dy, self._as_matrix(dy, self.operands[1]))
+            db = op.Gemm(dy, a, transA=1) if turned_b else op.Gemm(a, dy, transA=1)
+            return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
+        if turned_b:
+            db = self._multiply(dy, rank, True, a, a_rank, turned_a)
+        else:
+            db = self._multiply(a, a_rank, not turned_a, dy, rank, False)
+        if a_rank > 2:
+            return self._unstacked(db, 1)
+        return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
+
+    def _as_matrix(self, value: ir.Value, weights: ir.Value | None = None) -> ir.Value:
+        """The shape of all rows of a value, as many columns as the weights have (or it has)."""
+        op = self.op
+        if weights is None:
+            width = value.shape[-1] if value.shape is not None else None
+        elif self.ranks[1] == 1:
+            width = 1
+        else:
+            width = weights.shape[-2 if self.turned[1] else -1] if weights.shape is not None else None
+        if isinstance(width, int):
+            return op.constant(np.array([-1, width], np.int64))
+        return op.Concat([-1], op.Shape(value, start=-1), axis=0)
+
+    def _multiply(
+        self, x: ir.Value, x_rank: int, turn_x: bool, y: ir.Value, y_rank: int, turn_y: bool
+    ) -> ir.Value:
+        op = self.op
+        if x_rank == y_rank == 2:
+            scale = self.alpha if max(self.ranks) <= 2 and self.alpha != 1 else None
+            return op.Gemm(x, y, transA=int(turn_x) or None, transB=int(turn_y) or None, alpha=scale)
+        x = transposed(op, x, x_rank) if turn_x else x
+        y = transposed(op, y, y_rank) if turn_y else y
+        return op.MatMul(x, y)
+
+    def _unstacked(self, grad: ir.Value, i: int) -> ir.Value:
+        """Sum over the axes of the stack along which operand i was stretched."""
+        import onnx_ir as ir
+
+        from ortgrad.backward import unbroadcast
+
+        operand = self.operands[i]
+        own, other = operand.shape, self.operands[1 - i].shape
+        full = ir.Value(name="stack")
+        if own is not None and other is not None:
+            batch = [_broadcast(*pair) for pair in zip_longest(own[-3::-1], other[-3::-1], fillvalue=1)]
+            # As a row, a vector has one axis more.
+            matrix = [1, own[0]] if len(own) == 1 else own[-2:]
+            full.shape = ir.Shape([*batch[::-1], *matrix])
+        return unbroadcast(self.op, grad, operand, full)
+
+
+def _broadcast(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
+    if isinstance(a, int) and a == 1:
+        return b
+    return a if a == b or (isinstance(b, int) and b == 1) else None
+
+
+def transposed(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+    """A stack of matrices, each one transposed."""
+    return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+@gradient("Einsum")
+def _(node: Node) -> Slots:
+    terms, result = _parse(node)
+    shapes = [node.input(i).shape for i in range(len(terms))]
+    occurrences: dict[str, list[int | ir.SymbolicDim]] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        for label, length in zip(term, shape or (), strict=True):
+            occurrences.setdefault(label, []).append(length)
+    # Labels of an operand that has length 1 there and is stretched: it does without them.
+    stretched = [
+        {k for k, n in zip(term, shape or (), strict=True) if n == 1 and any(m != 1 for m in occurrences[k])}
+        for term, shape in zip(terms, shapes, strict=True)
+    ]
+    slots: list[ir.Value | None] = []
+    for i in range(len(terms)):
+        slots.append(_einsum_grad(node, i, terms, result, stretched, occurrences) if node.wants(i) else None)
+    return slots
+
+
+def _einsum_grad(
+    node: Node,
+    i: int,
+    terms: Sequence[str],
+    result: str,
+    stretched: Sequence[set[str]],
+    occurrences: dict[str, list[int | ir.SymbolicDim]],
+) -> ir.Value:
+    from ortgrad.backward import unbroadcast
+
+    op, x, term = node.op, node.input(i), terms[i]
+    others, factors = [], []
+    for j, other in enumerate(terms):
+        if j != i:
+            gone = [p for p, k in enumerate(other) if k in stretched[j]]
+            factors.append(op.Squeeze(node.input(j), gone) if gone else node.input(j))
+            others.append("".join(k for k in other if k not in stretched[j]))
+    kept = [k for k in dict.fromkeys(term) if k not in stretched[i]]
+    target = "".join(k for k in kept if k in result or any(k in other for other in others))
+    dx = node.grad(0)
+    if factors or sorted(target) != sorted(result):
+        dx = op.Einsum(dx, *factors, equation=f"{','.join([result, *others])}->{target}")
+    elif target != result:
+        dx = op.Transpose(dx, perm=[result.index(k) for k in target])
+    # Axes of length 1 for what is stretched, repeated, or in no other term.
+    present = {term.index(k) for k in target}
+    missing = [p for p in range(len(term)) if p not in present]
+    if missing:
+        dx = op.Unsqueeze(dx, missing)
+    for p, k in enumerate(term):
+        if k in kept and p != term.index(k):
+            dx = op.Where(_diagonal(op, x, term.index(k), p, len(term)), dx, 0.0)
+    certain = all(_same(occurrences[k]) for k in kept)
+    if not certain or any(k not in target for k in kept):
+        dx = op.Expand(dx, op.shape(x))
+    if certain:
+        return dx
+    import onnx_ir as ir
+
+    # Some length may turn out to be 1, and the operand stretched, at run time.
+    return unbroadcast(op, dx, x, ir.Value(name="unknown"))
+
+
+def _same(lengths: Sequence[int | ir.SymbolicDim]) -> bool:
+    """Whether the lengths, those of stretched operands left out, are equal for sure."""
+    first, *rest = [n for n in lengths if n != 1] or [1]
+    known = isinstance(first, int) or first.value is not None or not rest
+    return known and all(n == first for n in rest)
+
+
+def _diagonal(op: Ops, x: ir.Value, first: int, second: int, rank: int) -> ir.Value:
+    """True where the indices along two axes are equal."""
+    shape = op.shape(x)
+    steps = op.Range(0, op.Gather(shape, first), 1)
+    along = [op.Unsqueeze(steps, [p for p in range(rank) if p != axis]) for axis in (first, second)]
+    return op.Equal(*along)
+
+
+def _parse(node: Node) -> tuple[list[str], str]:
+    """The terms and the result of the equation, with letters in place of an ellipsis."""
+    left, arrow, result = node.attribute("equation").replace(" ", "").partition("->")
+    terms = left.split(",")
+    hidden = [node.rank(i) - len(term.replace("...", "")) for i, term in enumerate(terms)]
+    free = [c for c in string.ascii_letters if c not in left]
+    count = max((n for n, term in zip(hidden, terms, strict=True) if "..." in term), default=0)
+    if count > len(free):
+        raise node.unsupported("its equation and ranks need more than 52 letters")
+    letters = "".join(free[:count])
+    if not arrow:
+        labels = left.replace("...", "").replace(",", "")
+        result = "..." + "".join(sorted(k for k in set(labels) if labels.count(k) == 1))
+    terms = [t.replace("...", letters[count - n :]) for t, n in zip(terms, hidden, strict=True)]
+    return terms, result.replace("...", letters)
+
+
+@gradient("Det")
+def _(node: Node) -> Slots:
+    op, x, rank = node.op, node.input(0), node.rank()
+    size = x.shape[-1] if x.shape is not None else None
+    dy = op.Unsqueeze(node.grad(0), [-2, -1])
+    if size == 1:
+        return (dy,)
+    if isinstance(size, int) and size <= _LARGEST_COFACTORS:
+        return (op.Mul(dy, _cofactors(op, x, size, rank)),)
+    scale = op.Mul(dy, op.Unsqueeze(node.output(0), [-2, -1]))
+    return (op.Mul(scale, transposed(op, op.Inverse(x, _domain="com.microsoft"), rank)),)
+
+
+# Up to this size, the gradient of a determinant is made of cofactors: right for singular matrices too.
+_LARGEST_COFACTORS = 6
+
+
+def _cofactors(op: Ops, x: ir.Value, size: int, rank: int) -> ir.Value:
+    others = np.array([[j for j in range(size) if j != i] for i in range(size)], np.int64)
+    minors = op.Gather(op.Gather(x, others, axis=rank - 2), others, axis=rank)
+    # row, rows of the minor, column, columns of the minor
+    minors = op.Transpose(minors, perm=[*range(rank - 2), rank - 2, rank, rank - 1, rank + 1])
+    signs = (-1.0) ** np.add.outer(np.arange(size), np.arange(size))
+    return op.Mul(op.Det(minors), number_like(op, op.constant(signs), x))
+
+
+@gradient("Inverse", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    op = node.op
+    y = transposed(op, node.output(0), node.rank())
+    return (op.Neg(op.MatMul(op.MatMul(y, node.grad(0)), y)),)
+
+
+@gradient("DFT")
+def _(node: Node) -> Slots:
+    op, x, dy = node.op, node.input(0), node.grad(0)
+    inverse, onesided = bool(node.attribute("inverse")), bool(node.attribute("onesided"))
+    axis = _dft_axis(node)
+    given = node.optional(1)
+    own = _dft_length(op, x, axis)
+    if given is not None:
+        length = op.Cast(op.Reshape(given, [1]), to=_INT64)
+    else:
+        length = _dft_length(op, node.output(0), axis) if inverse else own
+    scale = number_like(op, length, x)
+    if inverse and onesided:
+        # Each frequency stands for its conjugate as well, but for the first and, in an even length, the last.
+        dx = _dft(node, dy, length, axis, onesided=1)
+        steps = op.Range(0, op.Add(op.Div(op.Squeeze(length, [0]), 2), 1), 1)
+        single = op.Equal(op.Mod(op.Mul(steps, 2), length), 0)
+        weights = op.Where(single, op.number(1.0, x), op.number(2.0, x))
+        rank = node.rank()
+        behind = op.Sub(op.constant(np.array([rank], np.int64)), axis)
+        shape = op.Concat([-1], op.Expand(op.constant(np.array([1], np.int64)), op.Sub(behind, [1])), axis=0)
+        dx = op.Mul(dx, op.Reshape(op.Div(weights, scale), shape))
+    elif inverse:
+        dx = op.Div(_dft(node, dy, length, axis), scale)
+    else:
+        # A one-sided spectrum is filled up with zeros.
+        dx = op.Mul(_dft(node, dy, length, axis, inverse=1), scale)
+    parts = x.shape[-1] if x.shape is not None else None
+    if parts != 2:
+        # A real signal has no imaginary part.
+        dx = op.Slice(dx, [0], op.Shape(x, start=-1) if parts != 1 else [1], [-1])
+    if given is None:
+        return (dx,)
+    # What was cut off has no gradient, what was filled up had no element.
+    there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
+    return (op.Pad(dx, op.Concat([0], op.Sub(own, there), axis=0), None, axis),)
+
+
+def _dft(node: Node, value: ir.Value, length: ir.Value, axis: ir.Value, **attributes: int) -> ir.Value:
+    op = node.op
+    count = op.Squeeze(length, [0])
+    if op.opset >= 20:
+        return op.DFT(value, count, op.Squeeze(axis, [0]), **attributes)
+    return op.DFT(value, count, axis=node.attribute("axis"), **attributes)
+
+
+def _dft_axis(node: Node) -> ir.Value:
+    """The axis as a vector of one, counted from the front."""
+    op, rank = node.op, node.rank()
+    if op.opset < 20:
+        return op.constant(np.array([node.attribute("axis") % rank], np.int64))
+    if node.optional(2) is None:
+        return op.constant(np.array([rank - 2], np.int64))
+    known = node.constant(2)
+    if known is not None:
+        return op.constant(np.array([int(known.item()) % rank], np.int64))
+    return op.Mod(op.Reshape(node.input(2), [1]), [rank])
+
+
+def _dft_length(op: Ops, value: ir.Value, axis: ir.Value) -> ir.Value:
+    return op.Gather(op.shape(value), axis)

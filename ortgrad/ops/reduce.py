@@ -1,0 +1,110 @@
+"""Gradient rules of reductions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.ops.index import number_like, product_of_others
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_DOUBLE = 11  # TensorProto.DOUBLE
+
+
+def _kept(node: Node, value: ir.Value) -> ir.Value:
+    """A value of the shape of the output, so that it broadcasts with the input."""
+    if node.attribute("keepdims") or node.optional(1) is None:
+        # Without axes, all of them are gone (or none): a scalar broadcasts as it is.
+        return value
+    axes = node.constant(1)
+    if axes is not None and not axes.size:
+        return value
+    return node.op.Unsqueeze(value, node.input(1))
+
+
+def _again(node: Node, op_type: str, value: ir.Value) -> ir.Value:
+    """Another reduction over the same axes, which stay with length 1."""
+    reduce = getattr(node.op, op_type)
+    return reduce(
+        value, node.optional(1), keepdims=1, noop_with_empty_axes=node.attribute("noop_with_empty_axes")
+    )
+
+
+def _expanded(node: Node, value: ir.Value) -> ir.Value:
+    return node.op.Expand(value, node.op.shape(node.input(0)))
+
+
+@gradient("ReduceSum")
+def _(node: Node) -> Slots:
+    return (_expanded(node, _kept(node, node.grad(0))),)
+
+
+@gradient("ReduceMean")
+def _(node: Node) -> Slots:
+    op, x, y = node.op, node.input(0), node.output(0)
+    shapes = [v.shape.numpy() if v.shape is not None and v.shape.is_static() else None for v in (x, y)]
+    if shapes[0] is not None and shapes[1] is not None:
+        count = op.number(float(np.prod(shapes[0])) / max(float(np.prod(shapes[1])), 1.0), x)
+    else:
+        # In double: a whole number would be divided by 0 in an empty tensor, and half precision overflows.
+        sizes = [op.Cast(op.Size(v), to=_DOUBLE) for v in (x, y)]
+        count = number_like(op, op.Div(*sizes), x)
+    return (_expanded(node, _kept(node, op.Div(node.grad(0), count))),)
+
+
+@gradient("ReduceMax", "ReduceMin")
+def _(node: Node) -> Slots:
+    # Equal shares for all that reach the extreme, as in PyTorch's amax and amin.
+    op, x = node.op, node.input(0)
+    reached = op.Equal(x, _kept(node, node.output(0)))
+    count = _again(node, "ReduceSum", number_like(op, reached, x))
+    return (op.Where(reached, op.Div(_kept(node, node.grad(0)), count), 0.0),)
+
+
+@gradient("ReduceProd")
+def _(node: Node) -> Slots:
+    others = product_of_others(
+        node.op,
+        node.input(0),
+        lambda factors: _again(node, "ReduceProd", factors),
+        lambda terms: _again(node, "ReduceSum", terms),
+    )
+    return (node.op.Mul(_kept(node, node.grad(0)), others),)
+
+
+@gradient("ReduceL1")
+def _(node: Node) -> Slots:
+    return (node.op.Mul(_kept(node, node.grad(0)), node.op.Sign(node.input(0))),)
+
+
+@gradient("ReduceL2")
+def _(node: Node) -> Slots:
+    # 0 at the origin, as in PyTorch; the inner Where keeps NaN out of second derivatives.
+    op, dy, y = node.op, node.grad(0), node.output(0)
+    origin = op.Equal(y, 0.0)
+    scale = op.Where(origin, 0.0, op.Div(dy, op.Where(origin, 1.0, y)))
+    return (op.Mul(node.input(0), _kept(node, scale)),)
+
+
+@gradient("ReduceSumSquare")
+def _(node: Node) -> Slots:
+    return (node.op.Mul(node.input(0), _kept(node, node.op.Mul(node.grad(0), 2.0))),)
+
+
+@gradient("ReduceLogSum")
+def _(node: Node) -> Slots:
+    total = _again(node, "ReduceSum", node.input(0))
+    return (_expanded(node, node.op.Div(_kept(node, node.grad(0)), total)),)
+
+
+@gradient("ReduceLogSumExp")
+def _(node: Node) -> Slots:
+    op, y = node.op, node.output(0)
+    # Where everything is -inf, so is Y, and the difference would be NaN.
+    y = op.Where(op.IsInf(y, detect_positive=0), 0.0, y)
+    share = op.Exp(op.Sub(node.input(0), _kept(node, y)))
+    return (op.Mul(_kept(node, node.grad(0)), share),)

@@ -1,0 +1,257 @@
+"""Gradient rules of operators that move elements around, and SliceGrad."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.ops.index import dimensions, scatter_back, shape_of, size_of
+from ortgrad.registry import operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+
+@gradient("Reshape", "Flatten")
+def _(node: Node) -> Slots:
+    return (_reshaped_back(node),)
+
+
+@gradient("Squeeze")
+def _(node: Node) -> Slots:
+    axes = node.constant(1)
+    # An empty list of axes stands for all of length 1.
+    if axes is None or not axes.size:
+        return (_reshaped_back(node),)
+    return (node.op.Unsqueeze(node.grad(0), node.input(1)),)
+
+
+@gradient("Unsqueeze")
+def _(node: Node) -> Slots:
+    axes = node.constant(1)
+    if axes is None or not axes.size:
+        return (_reshaped_back(node),)
+    return (node.op.Squeeze(node.grad(0), node.input(1)),)
+
+
+def _reshaped_back(node: Node) -> ir.Value:
+    return node.op.Reshape(node.grad(0), node.op.shape(node.input(0)), allowzero=1)
+
+
+@gradient("Transpose")
+def _(node: Node) -> Slots:
+    perm = node.attribute("perm")
+    inverse = None if perm is None else [int(i) for i in np.argsort(perm)]
+    return (node.op.Transpose(node.grad(0), perm=inverse),)
+
+
+@gradient("Expand", broadcasts=True)
+def _(node: Node) -> Slots:
+    return (node.grad(0),)
+
+
+@gradient("Tile")
+def _(node: Node) -> Slots:
+    op, x, rank = node.op, node.input(0), node.rank()
+    repeats = node.constant(1)
+    times: list[int | ir.Value] = (
+        [op.Slice(node.input(1), [i], [i + 1]) for i in range(rank)] if repeats is None else repeats.tolist()
+    )
+    # Each tiled axis becomes two: the repetitions, which are summed, and the axis itself.
+    lengths: list[int | ir.Value] = []
+    sums = []
+    for i, count in enumerate(times):
+        if not (isinstance(count, int) and count == 1):
+            sums.append(len(lengths))
+            lengths.append(count)
+        lengths.append(_length(op, x, i))
+    if not sums:
+        return (node.grad(0),)
+    split = op.Reshape(node.grad(0), _vector(op, *lengths), allowzero=1)
+    return (op.ReduceSum(split, sums, keepdims=0),)
+
+
+def _length(op: Ops, value: ir.Value, axis: int) -> int | ir.Value:
+    """The length of an axis: a number if it is known, else a vector of one."""
+    known = value.shape[axis] if value.shape is not None else None
+    if isinstance(known, int):
+        return known
+    return op.Shape(value, start=axis, end=None if axis == -1 else axis + 1)
+
+
+def _vector(op: Ops, *lengths: int | ir.Value) -> ir.Value:
+    """The lengths as one vector."""
+    if all(isinstance(n, int) for n in lengths):
+        return op.constant(np.array(lengths, np.int64))
+    return op.Concat(*([n] if isinstance(n, int) else n for n in lengths), axis=0)
+
+
+@gradient("Pad")
+def _(node: Node) -> Slots:
+    op, dy, x, axes = node.op, node.grad(0), node.input(0), node.optional(3)
+    mode = node.attribute("mode")
+    if mode != "constant":
+        # Where each element of the output comes from.
+        positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape(x))
+        source = op.Pad(positions, node.input(1), None, axes, mode=mode)
+        flat = op.GatherGrad(size_of(op, x), source, dy, axis=0)
+        return (op.Reshape(flat, op.shape(x)),)
+    pads = node.constant(1)
+    dx = op.Pad(dy, op.Neg(node.input(1)) if pads is None else op.constant(-pads), None, axes)
+    if not node.wants(2):
+        return (dx,)
+    value = node.input(2)
+    padding = op.Pad(op.full_like(x, 0.0), node.input(1), op.number(1.0, x), axes)
+    total = op.ReduceSum(op.Mul(dy, padding), keepdims=0)
+    return dx, None, op.Reshape(total, op.shape(value))
+
+
+@gradient("CenterCropPad")
+def _(node: Node) -> Slots:
+    # Cropping and padding both round to the left, so each undoes the other.
+    op, axes = node.op, node.attribute("axes")
+    shape = op.shape(node.input(0))
+    target = shape if axes is None else op.Gather(shape, axes)
+    return (op.CenterCropPad(node.grad(0), target, axes=axes),)
+
+
+@gradient("Concat")
+def _(node: Node) -> Slots:
+    op, axis, inputs = node.op, node.attribute("axis"), [node.input(i) for i in range(len(node.inputs))]
+    if len(inputs) == 1:
+        return (node.grad(0),)
+    lengths = _vector(op, *(_length(op, x, axis) for x in inputs))
+    return tuple(op.Split(node.grad(0), lengths, axis=axis, _outputs=len(inputs)))
+
+
+@gradient("Split")
+def _(node: Node) -> Slots:
+    count = len(node.node.outputs)
+    if count == 1:
+        return (node.grad(0),)
+    grads = [node.grad(i) for i in range(count)]
+    return (node.op.Concat(*grads, axis=node.attribute("axis")),)
+
+
+@gradient("DepthToSpace")
+def _(node: Node) -> Slots:
+    op, block = node.op, node.attribute("blocksize")
+    # The channels in the order of DCR: rows and columns of the block, then depth.
+    dx = op.SpaceToDepth(node.grad(0), blocksize=block)
+    if node.attribute("mode") == "DCR":
+        return (dx,)
+    split = op.Reshape(dx, _vector(op, 0, block * block, _length(op, node.output(0), 1), -1))
+    return (op.Reshape(op.Transpose(split, perm=[0, 2, 1, 3]), op.shape(node.input(0))),)
+
+
+@gradient("SpaceToDepth")
+def _(node: Node) -> Slots:
+    mode = node.attribute("mode") or "DCR"
+    return (node.op.DepthToSpace(node.grad(0), blocksize=node.attribute("blocksize"), mode=mode),)
+
+
+@gradient("Trilu")
+def _(node: Node) -> Slots:
+    return (node.op.Trilu(node.grad(0), node.optional(1), upper=node.attribute("upper")),)
+
+
+@gradient("ReverseSequence")
+def _(node: Node) -> Slots:
+    axes = {name: node.attribute(name) for name in ("batch_axis", "time_axis")}
+    return (node.op.ReverseSequence(node.grad(0), node.input(1), **axes),)
+
+
+@gradient("Slice")
+def _(node: Node) -> Slots:
+    op, dy, x = node.op, node.grad(0), node.input(0)
+    starts, ends, axes, steps = node.input(1), node.input(2), node.optional(3), node.optional(4)
+    if axes is None:
+        axes = op.Cast(op.Range(0, op.Size(starts), 1), to=int(starts.dtype or _INT64))
+    given = node.constant(4)
+    if steps is not None and (given is None or (given != 1).any()):
+        return (op.SliceGrad(dy, op.shape(x), starts, ends, axes, steps),)
+    static = _static_pads(node)
+    if static is not None:
+        return (op.Pad(dy, static, None, axes),)
+    first = op.Cast(starts, to=_INT64)
+    length = op.Gather(op.shape(x), axes)
+    first = op.Where(op.Less(first, 0), op.Add(first, length), first)
+    before = op.Min(op.Max(first, 0), length)
+    after = op.Sub(op.Sub(length, before), op.Gather(op.shape(node.output(0)), axes))
+    return (op.Pad(dy, op.Concat(before, after, axis=0), None, axes),)
+
+
+_INT64 = 7  # TensorProto.INT64
+
+
+def _static_pads(node: Node) -> list[int] | None:
+    """What a slice of constant bounds along known axes cut off, before and after; None if not known."""
+    starts, ends, shape = node.constant(1), node.constant(2), node.input(0).shape
+    axes = np.arange(len(starts)) if starts is not None and node.optional(3) is None else node.constant(3)
+    if starts is None or ends is None or axes is None or shape is None:
+        return None
+    before, after = [], []
+    for start, end, axis in zip(starts, ends, axes, strict=True):
+        length = shape[int(axis)]
+        if not isinstance(length, int):
+            return None
+        first, last, _ = slice(int(start), int(end)).indices(length)
+        before.append(first)
+        after.append(length - max(first, last))
+    return before + after
+
+
+@operator(
+    "SliceGrad",
+    inputs=["dY", "shape: int64", "starts: Tind", "ends: Tind", "axes?: Tind", "steps?: Tind"],
+    outputs=["dX"],
+    shapes=lambda dy, shape, *_: [shape_of(shape)],
+    types={"T": ("float32", "float64", "float16", "bfloat16"), "Tind": ("int64", "int32")},
+    auto="python",
+)
+def slice_grad(
+    dy: np.ndarray,
+    shape: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    axes: np.ndarray | None,
+    steps: np.ndarray | None,
+) -> np.ndarray:
+    """dX = 0 but for dX[starts:ends:steps] = dY"""
+    dims = dimensions(shape)
+    axes = np.arange(starts.size) if axes is None else axes
+    steps = np.ones(starts.size, np.int64) if steps is None else steps
+    if not (starts.shape == ends.shape == axes.shape == steps.shape) or starts.ndim != 1:
+        sizes = ", ".join(str(list(a.shape)) for a in (starts, ends, axes, steps))
+        raise ValueError(f"starts, ends, axes and steps must be vectors of one length, not {sizes}")
+    window = [slice(None)] * len(dims)
+    for start, end, axis, step in zip(*(a.tolist() for a in (starts, ends, axes, steps)), strict=True):
+        if not -len(dims) <= axis < len(dims):
+            raise ValueError(f"axis {axis} does not exist in the shape {list(dims)}")
+        if step == 0:
+            raise ValueError("a step is 0")
+        first, last, _ = slice(start, end, step).indices(dims[axis])
+        window[axis] = slice(first, last if last >= 0 else None, step)
+    dx = np.zeros(dims, dy.dtype)
+    part = dx[tuple(window)]
+    if part.shape != dy.shape:
+        raise ValueError(f"the slice of {list(dims)} has shape {list(part.shape)}, dY has {list(dy.shape)}")
+    part[...] = dy
+    return dx
+
+
+@slice_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    shape: ir.Value,
+    starts: ir.Value,
+    ends: ir.Value,
+    axes: ir.Value | None,
+    steps: ir.Value | None,
+) -> ir.Value:
+    return scatter_back(op, dy, shape, lambda x: op.Slice(x, starts, ends, axes, steps), unique=True)
