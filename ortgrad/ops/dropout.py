@@ -67,6 +67,8 @@ def _(
     else:
         # One element may come as a vector, which must not give a scalar dY another rank.
         ratio = op.Reshape(ratio, np.zeros(0, np.int64))
+        if dy.dtype is not None and ratio.dtype is not None and dy.dtype.itemsize > ratio.dtype.itemsize:
+            ratio = op.CastLike(ratio, dy)
         valid = op.And(op.GreaterOrEqual(ratio, 0.0), op.Less(ratio, 1.0))
         scale = op.Where(valid, op.Reciprocal(op.Sub(1.0, ratio)), float("nan"))
         scaled = op.Mul(dy, op.CastLike(scale, dy))
