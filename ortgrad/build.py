@@ -39,7 +39,11 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
                 f"output {value.name!r} has element type {_type_name(value)}, which has no gradient"
             )
     graph.sort()
+    names = [value.name or "" for value in targets], [value.name or "" for value in outputs]
     expand_unsupported(model, targets)
+    # What was opened up has new values under the old names.
+    values = _values_by_name(graph)
+    targets, outputs = [_target(values, n) for n in names[0]], [_output(graph, n) for n in names[1]]
     op = Ops(model.opset_imports[""])
     backward = BackwardPass(op, list(graph), targets)
     taken = {v.name for n in graph.all_nodes() for v in n.outputs if v.name} | set(values)
@@ -51,6 +55,8 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     results = [_result(backward, value, taken) for value in targets]
     _name_nodes(op.nodes, taken | {value.name for value in results if value.name}, keep=set(results))
     graph.extend(op.nodes)
+    for node in graph.all_nodes():
+        model.opset_imports.setdefault(node.domain, 1)
     for value, result in zip(targets, results, strict=True):
         graph.outputs.append(result)
         if value.is_initializer() and not value.is_graph_input():

@@ -176,7 +176,11 @@ def _weight_grad(node: Node, log_prob: ir.Value) -> ir.Value:
     ignored = node.attribute("ignore_index")
     if ignored is not None:
         updates = op.Where(op.Equal(_int64(node, node.input(1)), ignored), 0.0, updates)
-    zeros = op.full_like(node.input(2), 0.0)
+    dtype = node.input(2).dtype
+    if dtype is not None and dtype.itemsize < 4:
+        # onnxruntime does not add up float16 here.
+        updates = op.Cast(updates, to=onnx.TensorProto.FLOAT)
+    zeros = op.Expand(op.number(0.0, updates), op.shape(node.input(2)))
     return op.ScatterElements(
         zeros, op.Reshape(label, vector), op.Reshape(updates, vector), axis=0, reduction="add"
     )
