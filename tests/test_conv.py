@@ -1,0 +1,363 @@
+"""ConvGrad against PyTorch's autograd and finite differences of PyTorch's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import KERNELS, assert_close, directional_derivative, run_node
+
+import ortgrad
+from ortgrad.ops import conv
+from ortgrad.ops._windows import windows
+
+CONVOLUTIONS = {
+    1: torch.nn.functional.conv1d,
+    2: torch.nn.functional.conv2d,
+    3: torch.nn.functional.conv3d,
+}
+TOLERANCE = {np.dtype("float32"): 1e-5, np.dtype("float64"): 1e-12}
+
+# X, W, attributes
+CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "1d": ([2, 3, 9], [4, 3, 3], {}),
+    "1d strided": ([2, 3, 10], [4, 3, 3], {"strides": [2], "pads": [1, 0]}),
+    "2d": ([2, 3, 7, 6], [4, 3, 3, 2], {}),
+    "2d padded": ([2, 4, 6, 5], [3, 4, 3, 3], {"pads": [1, 1, 1, 1]}),
+    "2d asymmetric pads": ([2, 2, 6, 5], [3, 2, 3, 3], {"pads": [0, 2, 1, 0]}),
+    "2d strided": ([2, 3, 9, 8], [4, 3, 3, 3], {"strides": [2, 3], "pads": [1, 1, 1, 1]}),
+    "2d rows left over": ([1, 2, 8, 8], [2, 2, 3, 3], {"strides": [3, 2]}),
+    "2d dilated": ([2, 3, 9, 9], [2, 3, 3, 2], {"dilations": [2, 3], "pads": [1, 2, 3, 0]}),
+    "2d strided and dilated": ([1, 2, 11, 10], [3, 2, 3, 3], {"strides": [2, 3], "dilations": [3, 2]}),
+    "2d pointwise": ([3, 8, 5, 4], [6, 8, 1, 1], {}),
+    "2d pointwise strided": ([2, 4, 6, 7], [3, 4, 1, 1], {"strides": [2, 3]}),
+    "2d pointwise padded": ([2, 4, 3, 3], [3, 4, 1, 1], {"pads": [2, 1, 0, 3]}),
+    "2d pads beyond the kernel": ([1, 2, 3, 3], [2, 2, 2, 2], {"pads": [3, 4, 5, 2], "strides": [2, 1]}),
+    "2d taps that see padding only": ([1, 2, 1, 4], [2, 2, 3, 3], {"pads": [3, 1, 2, 1], "strides": [3, 1]}),
+    "2d groups": ([2, 6, 5, 5], [9, 2, 3, 3], {"group": 3, "pads": [1, 1, 1, 1]}),
+    "2d depthwise": ([2, 5, 6, 6], [5, 1, 3, 3], {"group": 5, "pads": [1, 1, 1, 1]}),
+    "2d depthwise strided, two each": (
+        [2, 3, 7, 7],
+        [6, 1, 5, 5],
+        {"group": 3, "pads": [2] * 4, "strides": [2, 2]},
+    ),
+    "2d many filters": ([2, 1, 7, 7], [16, 1, 3, 3], {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    "2d many filters, groups": (
+        [2, 2, 7, 6],
+        [24, 1, 3, 3],
+        {"group": 2, "strides": [2, 1], "dilations": [1, 2]},
+    ),
+    "2d kernel of the size of X": ([2, 3, 4, 5], [2, 3, 4, 5], {}),
+    "3d": ([2, 2, 5, 4, 6], [3, 2, 3, 2, 3], {"pads": [1, 0, 1, 1, 1, 0]}),
+    "3d strided, groups": (
+        [1, 4, 6, 5, 7],
+        [4, 2, 2, 3, 3],
+        {"group": 2, "strides": [2, 1, 3], "dilations": [1, 2, 1]},
+    ),
+    "SAME_UPPER": ([2, 2, 7, 6], [3, 2, 4, 3], {"auto_pad": "SAME_UPPER"}),
+    "SAME_LOWER": ([2, 2, 7, 6], [3, 2, 4, 3], {"auto_pad": "SAME_LOWER"}),
+    "SAME_UPPER strided": ([2, 2, 7, 6], [3, 2, 4, 3], {"auto_pad": "SAME_UPPER", "strides": [2, 3]}),
+    "SAME_LOWER strided": ([2, 2, 7, 6], [3, 2, 4, 3], {"auto_pad": "SAME_LOWER", "strides": [2, 3]}),
+    "SAME_UPPER pointwise strided": (
+        [2, 2, 6, 7],
+        [3, 2, 1, 1],
+        {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
+    ),
+    "SAME_UPPER dilated": (
+        [1, 2, 9],
+        [3, 2, 3],
+        {"auto_pad": "SAME_UPPER", "strides": [2], "dilations": [2]},
+    ),
+    "VALID": ([2, 2, 7, 6], [3, 2, 3, 3], {"auto_pad": "VALID", "strides": [2, 1]}),
+    "empty batch": ([0, 4, 6, 5], [6, 2, 3, 3], {"group": 2, "strides": [2, 1], "pads": [1, 1, 1, 1]}),
+    "empty batch, SAME_LOWER": ([0, 2, 6], [3, 2, 3], {"auto_pad": "SAME_LOWER", "strides": [2]}),
+}
+
+
+def torch_pads(sizes: list[int], kernel: list[int], attributes: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(before, after) for each dimension, SAME as ONNX defines it."""
+    rank = len(sizes)
+    if attributes.get("auto_pad", "NOTSET").startswith("SAME"):
+        pads = []
+        for i in range(rank):
+            stride = attributes.get("strides", [1] * rank)[i]
+            extent = (kernel[i] - 1) * attributes.get("dilations", [1] * rank)[i] + 1
+            total = max((-(-sizes[i] // stride) - 1) * stride + extent - sizes[i], 0)
+            upper = attributes["auto_pad"] == "SAME_UPPER"
+            pads.append((total // 2, total - total // 2) if upper else (total - total // 2, total // 2))
+        return pads
+    flat = attributes.get("pads", [0] * 2 * rank)
+    return list(zip(flat[:rank], flat[rank:], strict=True))
+
+
+def forward(x: torch.Tensor, w: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:
+    pads = torch_pads(list(x.shape[2:]), list(w.shape[2:]), attributes)
+    padded = torch.nn.functional.pad(x, [n for pair in reversed(pads) for n in pair])
+    return CONVOLUTIONS[x.ndim - 2](
+        padded,
+        w,
+        stride=attributes.get("strides", 1),
+        dilation=attributes.get("dilations", 1),
+        groups=attributes.get("group", 1),
+    )
+
+
+def make_feeds(
+    x_shape: list[int], w_shape: list[int], attributes: Mapping[str, Any], dtype: Any
+) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(7)
+    x, w = random.standard_normal(x_shape), random.standard_normal(w_shape)
+    y = forward(torch.tensor(x), torch.tensor(w), attributes)
+    feeds = {"dY": random.standard_normal(tuple(y.shape)), "X": x, "W": w}
+    return {name: array.astype(dtype) for name, array in feeds.items()}
+
+
+def expected(feeds: Mapping[str, np.ndarray], attributes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """PyTorch's gradients, computed in float64."""
+    x, w = (torch.tensor(feeds[name].astype(np.float64), requires_grad=True) for name in ("X", "W"))
+    bias = torch.zeros(len(w), dtype=torch.float64, requires_grad=True)
+    y = forward(x, w, attributes) + bias.reshape(-1, *[1] * (x.ndim - 2))
+    y.backward(torch.tensor(feeds["dY"].astype(np.float64)))
+    gradients = {"dX": x.grad, "dW": w.grad, "dB": bias.grad}
+    return {name: g.numpy().astype(feeds["X"].dtype) for name, g in gradients.items() if g is not None}
+
+
+def node_for(
+    feeds: Mapping[str, np.ndarray], attributes: Mapping[str, Any], outputs: Any = ("dX", "dW", "dB")
+) -> Any:
+    # Nothing else tells a body the kernel's size if the dimensions are symbolic.
+    kernel_shape = list(feeds["W"].shape[2:])
+    return ortgrad.nodes.conv_grad("dY", "X", "W", list(outputs), kernel_shape=kernel_shape, **attributes)
+
+
+def static_shapes(feeds: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+    return {name: list(array.shape) for name, array in feeds.items()}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", CASES)
+def test_against_torch(case: str, dtype: str, kernels: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, dtype)
+    result = run_node(node_for(feeds, attributes), feeds, kernels)
+    for name, gradient in expected(feeds, attributes).items():
+        assert_close(result[name], gradient, TOLERANCE[gradient.dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", CASES)
+def test_body_with_known_shapes(case: str, dtype: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, dtype)
+    node = ortgrad.nodes.conv_grad("dY", "X", "W", **attributes)
+    result = run_node(node, feeds, "onnx", shapes=static_shapes(feeds))
+    for name, gradient in expected(feeds, attributes).items():
+        assert_close(result[name], gradient, TOLERANCE[gradient.dtype])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", [case for case in CASES if "empty" not in case])
+def test_against_finite_differences(case: str, kernels: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
+    result = run_node(node_for(feeds, attributes), feeds, kernels)
+    random = np.random.default_rng(8)
+    directions = [random.standard_normal(shape) for shape in (x_shape, w_shape, w_shape[:1])]
+
+    def loss(x: np.ndarray, w: np.ndarray, b: np.ndarray) -> float:
+        y = forward(torch.tensor(x), torch.tensor(w), attributes).numpy()
+        return float(np.sum(feeds["dY"] * (y + b.reshape(-1, *[1] * (x.ndim - 2)))))
+
+    numeric = directional_derivative(loss, [feeds["X"], feeds["W"], np.zeros(w_shape[0])], directions)
+    ours = sum(float(np.sum(result[n] * d)) for n, d in zip(("dX", "dW", "dB"), directions, strict=True))
+    assert ours == pytest.approx(numeric, rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("outputs", [["dX"], ["", "dW"], ["", "", "dB"], ["dX", "", "dB"], ["", "dW", "dB"]])
+@pytest.mark.parametrize("case", ["2d strided", "2d many filters", "2d pointwise"])
+def test_only_what_is_wanted(case: str, outputs: list[str], kernels: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float32)
+    result = run_node(node_for(feeds, attributes, outputs), feeds, kernels)
+    assert sorted(result) == sorted(filter(None, outputs))
+    for name, gradient in expected(feeds, attributes).items():
+        if name in result:
+            assert_close(result[name], gradient, 1e-5)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1000])
+@pytest.mark.parametrize("through", [conv._through_columns_of_dy, conv._through_columns_of_x])
+@pytest.mark.parametrize("case", [case for case in CASES if "empty" not in case])
+def test_both_ways_in_blocks_of_any_size(
+    case: str, through: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conv, "_COLUMN_ELEMENTS", limit)
+    monkeypatch.setattr(conv, "_POINTWISE_COLUMNS", limit)
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
+    rest = {name: value for name, value in attributes.items() if name != "group"}
+    win = windows(x_shape[2:], w_shape[2:], **rest)
+    gradients = expected(feeds, attributes)
+    copies = [feeds[name].copy() for name in ("dY", "X", "W")]
+    dx, dw = through(*copies, win, attributes.get("group", 1), True, True)
+    assert_close(dx, gradients["dX"], 1e-12)
+    assert_close(dw, gradients["dW"], 1e-12)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]:
+    rank = draw(st.integers(1, 3))
+
+    def numbers(low: int, high: int, count: int = rank) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+
+    group, kernel, dilations = draw(st.integers(1, 3)), numbers(1, 3), numbers(1, 2)
+    attributes: dict[str, Any] = {"group": group, "dilations": dilations, "strides": numbers(1, 3)}
+    sizes = numbers(1, 7)
+    extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    auto_pad = draw(st.sampled_from(["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"]))
+    if auto_pad == "NOTSET":
+        attributes["pads"] = pads = numbers(0, 3, 2 * rank)
+        room = [pads[i] + pads[rank + i] for i in range(rank)]
+    else:
+        attributes["auto_pad"] = auto_pad
+        room = [0] * rank
+    if auto_pad.startswith("SAME"):
+        attributes["strides"] = [min(s, e + 1) for s, e in zip(attributes["strides"], extents, strict=True)]
+    else:
+        sizes = [max(n, e - r) for n, e, r in zip(sizes, extents, room, strict=True)]
+    channels, filters = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    return (
+        [draw(st.integers(1, 2)), group * channels, *sizes],
+        [group * filters, channels, *kernel],
+        attributes,
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(convolutions())
+def test_any_convolution(case: tuple[list[int], list[int], dict[str, Any]]) -> None:
+    x_shape, w_shape, attributes = case
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
+    gradients = expected(feeds, attributes)
+    for kernels in KERNELS:
+        result = run_node(node_for(feeds, attributes), feeds, kernels)
+        for name, gradient in gradients.items():
+            assert_close(result[name], gradient, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "case", ["1d strided", "2d padded", "2d groups", "3d", "SAME_LOWER strided", "empty batch"]
+)
+def test_float16_body(case: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float16)
+    result = run_node(node_for(feeds, attributes), feeds, "onnx")
+    for name, gradient in expected(feeds, attributes).items():
+        assert_close(result[name], gradient, 5e-3)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_onnxruntime_agrees_on_same(kernels: str) -> None:
+    """The padding is that of onnxruntime's own Conv, where the stride is larger than the kernel, too."""
+    for auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        for size in range(3, 8):
+            attributes = {"auto_pad": auto_pad, "strides": [2]}
+            for kernel in (1, 2, 3, 4):
+                x = np.arange(1, size + 1, dtype=np.float32).reshape(1, 1, size)
+                w = np.ones((1, 1, kernel), np.float32)
+                y = conv_of_onnxruntime(x, w, attributes)
+                for position in range(y.size):
+                    dy = np.zeros_like(y)
+                    dy[0, 0, position] = 1
+                    feeds = {"dY": dy, "X": x, "W": w}
+                    if kernels == "python":
+                        dx = ortgrad.ops.conv.conv_grad(dy, x, w, **attributes)[0]
+                    else:
+                        dx = run_node(node_for(feeds, attributes, ["dX"]), feeds, kernels)["dX"]
+                    assert float(np.sum(dx * x)) == y[0, 0, position]
+
+
+def conv_of_onnxruntime(x: np.ndarray, w: np.ndarray, attributes: Mapping[str, Any]) -> np.ndarray:
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("X", "W", "Y")]
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["X", "W"], ["Y"], **attributes)], "conv", infos[:2], infos[2:]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"X": x, "W": w})[0]
+
+
+BAD = {
+    "rank": ({"X": [1, 2, 5]}, {}, "must have one rank"),
+    "no spatial dimension": ({"X": [1, 2], "W": [2, 2], "dY": [1, 2]}, {}, "must have one rank"),
+    "kernel_shape": ({}, {"kernel_shape": [3, 2]}, r"kernel_shape \[3, 2\] differs"),
+    "channels": ({"X": [1, 3, 5, 5]}, {}, "has 3 channels"),
+    "group": ({"X": [1, 6, 5, 5]}, {"group": 3}, "group 3 does not divide"),
+    "dY": ({"dY": [1, 2, 3, 4]}, {}, r"dY has shape \[1, 2, 3, 4\], but Conv .* gives \[1, 2, 3, 3\]"),
+    "batch of dY": ({"dY": [2, 2, 3, 3]}, {}, r"dY has shape \[2, 2, 3, 3\]"),
+    "strides": ({}, {"strides": [1]}, r"strides \[1\] must have one number"),
+    "zero stride": ({}, {"strides": [0, 1]}, r"strides \[0, 1\] must be positive"),
+    "dilations": ({}, {"dilations": [1, -1]}, "must be positive"),
+    "pads": ({}, {"pads": [1, 1]}, r"pads \[1, 1\] must have two numbers"),
+    "negative pads": ({}, {"pads": [-1, 0, 0, 0]}, "must not be negative"),
+    "kernel too large": ({"X": [1, 2, 2, 5]}, {}, "does not fit"),
+    "gaps": (
+        {"X": [1, 2, 8, 8], "W": [2, 2, 1, 1]},
+        {"auto_pad": "SAME_UPPER", "strides": [4, 4]},
+        "leaves gaps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    changed, attributes, text = BAD[case]
+    shapes = {"dY": [1, 2, 3, 3], "X": [1, 2, 5, 5], "W": [2, 2, 3, 3]} | changed
+    good = {"dY": [1, 2, 3, 3], "X": [1, 2, 5, 5], "W": [2, 2, 3, 3]}
+    arrays = [np.ones(shape, np.float32) for shape in shapes.values()]
+    with pytest.raises(ValueError, match=text):
+        ortgrad.ops.conv.conv_grad(*arrays, **attributes)
+    assert ortgrad.ops.conv.conv_grad(*(np.ones(s, np.float32) for s in good.values()))[0].shape == (
+        1,
+        2,
+        5,
+        5,
+    )
+
+
+def test_bad_input_in_a_session() -> None:
+    good = make_feeds([1, 2, 5, 5], [2, 2, 3, 3], {}, np.float32)
+    shapes = {name: [None] * array.ndim for name, array in good.items()}
+    node = ortgrad.nodes.conv_grad("dY", "X", "W", kernel_shape=[3, 3], name="conv1")
+    session = ortgrad.InferenceSession(ortgrad.nodes.make_model(node, shapes=shapes), kernels="python")
+    with pytest.raises(ortgrad.KernelError, match=r"conv1.*dY has shape \[1, 2, 3, 4\]"):
+        session.run(None, good | {"dY": np.ones((1, 2, 3, 4), np.float32)})
+    gradients = expected(good, {})
+    for output, value in zip(session.get_outputs(), session.run(None, good), strict=True):
+        assert_close(value, gradients[output.name], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "attributes", "text"),
+    [
+        ({"W": ["M", "C", "h", "w"]}, {}, "kernel size is not known"),
+        ({"X": ["N", "C", "H"], "W": [2, 2, 3, 3]}, {}, "X has 3 dimensions"),
+        ({"W": [2, 2, 3, 3]}, {"strides": [1]}, "must have one number"),
+        ({"W": [2, 2, 1, 1]}, {"auto_pad": "SAME_LOWER", "strides": [4, 4]}, "may leave gaps"),
+    ],
+)
+def test_bad_body(shapes: dict[str, list[Any]], attributes: dict[str, Any], text: str) -> None:
+    node = ortgrad.nodes.conv_grad("dY", "X", "W", **attributes)
+    with pytest.raises(ortgrad.OrtgradError, match=text):
+        ortgrad.nodes.make_model(node, shapes=shapes, kernels="onnx")
