@@ -54,8 +54,12 @@ def _(
     updated = op.constant(np.ones(1, np.bool_))
     if not wanted[1]:
         return updated, None
-    value = op.CastLike(value, buffer)
-    total = op.Add(buffer, value)
     if overwrite is None:
-        return updated, total
-    return updated, op.Where(op.Reshape(overwrite, np.zeros(0, np.int64)), value, total)
+        return updated, op.Add(buffer, op.CastLike(value, buffer))
+    # Where would compute both and take three times as long.
+    total = op.If(
+        overwrite,
+        then_branch=op.subgraph("overwrite", [], lambda op: [op.CastLike(value, buffer)]),
+        else_branch=op.subgraph("add", [], lambda op: [op.Add(buffer, op.CastLike(value, buffer))]),
+    )
+    return updated, total

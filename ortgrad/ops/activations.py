@@ -87,7 +87,10 @@ def leaky_relu_grad(dy: np.ndarray, y: np.ndarray, *, alpha: float) -> np.ndarra
 @leaky_relu_grad.onnx
 def _(op: Ops, dy: ir.Value, y: ir.Value, *, alpha: float) -> ir.Value:
     _require_slope(alpha)
-    return op.Where(op.Greater(y, 0.0), dy, op.Mul(dy, alpha))
+    positive = op.Greater(y, 0.0)
+    if alpha <= 1:
+        return op.Mul(dy, op.Max(op.CastLike(positive, dy), alpha))
+    return op.Where(positive, dy, op.Mul(dy, alpha))
 
 
 def _require_slope(alpha: float) -> None:
