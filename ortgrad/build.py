@@ -17,6 +17,7 @@ from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
 
 
@@ -28,6 +29,7 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     model = at_minimum_opset(model)
     graph = model.graph
     infer_types(model)
+    infer_loop_shapes(model)
     values = _values_by_name(graph)
     outputs = [_output(graph, name) for name in of] if of is not None else list(graph.outputs[:1])
     if not outputs:
@@ -40,7 +42,7 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
             )
     graph.sort()
     names = [value.name or "" for value in targets], [value.name or "" for value in outputs]
-    expand_unsupported(model, targets)
+    expand_unsupported(model, targets, outputs)
     # What was opened up has new values under the old names.
     values = _values_by_name(graph)
     targets, outputs = [_target(values, n) for n in names[0]], [_output(graph, n) for n in names[1]]

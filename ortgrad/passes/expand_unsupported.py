@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from ortgrad.backward import active_values, dependencies
+from ortgrad.backward import FLOAT_TYPES, active_values, dependencies, subgraphs
+from ortgrad.errors import NodeError
 from ortgrad.gradient import find_rule
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.expand import expand
 from ortgrad.passes.nodes import gradient_nodes
+from ortgrad.passes.schema_functions import open_schema_function
 
 
-def expand_unsupported(model: ir.Model, targets: Sequence[ir.Value]) -> None:
-    """Replace nodes between the targets and the outputs that only a body can differentiate, in place."""
-    active = active_values(model.graph, targets)
-    chosen = {
-        node
-        for node, _ in gradient_nodes(model)
-        if find_rule(node.op_type, node.domain) is None and any(v in active for v in dependencies(node))
-    }
-    if chosen:
-        complete(model)
-        expand(model, lambda node, _: node in chosen)
+def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> None:
+    """Replace nodes between the targets and the outputs that only a body can differentiate, in place.
+
+    Values that are replaced hand their names on.
+    """
+    names = {value.name for value in targets}, {value.name for value in outputs}
+    refused: set[ir.Node] = set()
+    # A body may hold nodes that need to be opened in turn.
+    while _expand_once(model, *names, refused):
         infer_types(model)
+
+
+def _expand_once(
+    model: ir.Model, targets: set[str | None], outputs: set[str | None], refused: set[ir.Node]
+) -> bool:
+    graph = model.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs)]
+    wrt = [value for value in values if value.name in targets]
+    of = {value for value in values if value.name in outputs}
+    chosen = {n for n in _path(graph, wrt, of) if find_rule(n.op_type, n.domain) is None} - refused
+    gradients = {node for node, _ in gradient_nodes(model) if node in chosen}
+    if gradients:
+        complete(model)
+        expand(model, lambda node, _: node in gradients)
+    opened = bool(gradients)
+    for node in chosen - gradients:
+        try:
+            done = open_schema_function(node, model.opset_imports)
+        except NodeError:
+            done = False
+        if done:
+            opened = True
+        else:
+            # The backward pass will say that there is no rule.
+            refused.add(node)
+    return opened
+
+
+def _path(graph: ir.Graph, wrt: Iterable[ir.Value], of: Iterable[ir.Value]) -> Iterator[ir.Node]:
+    """The nodes between values, those in the subgraphs of such nodes included."""
+    active, needed = active_values(graph, wrt), set(of)
+    for node in reversed(graph):
+        if not any(value in needed for value in node.outputs):
+            continue
+        reads = [value for value in dependencies(node) if value in active]
+        needed.update(reads)
+        if reads:
+            yield node
+            for inner in subgraphs(node):
+                fed = [value for value in inner.inputs if value.dtype is None or value.dtype in FLOAT_TYPES]
+                yield from _path(inner, [*active, *fed], inner.outputs)
