@@ -167,22 +167,33 @@ def _(node: Node) -> Slots:
 
 @gradient("Slice")
 def _(node: Node) -> Slots:
-    op, dy, x = node.op, node.grad(0), node.input(0)
-    starts, ends, axes, steps = node.input(1), node.input(2), node.optional(3), node.optional(4)
-    if axes is None:
-        axes = op.Cast(op.Range(0, op.Size(starts), 1), to=int(starts.dtype or _INT64))
+    op, dy, x, starts, steps = node.op, node.grad(0), node.input(0), node.input(1), node.optional(4)
+    axes = _slice_axes(node)
     given = node.constant(4)
     if steps is not None and (given is None or (given != 1).any()):
-        return (op.SliceGrad(dy, op.shape(x), starts, ends, axes, steps),)
-    static = _static_pads(node)
-    if static is not None:
-        return (op.Pad(dy, static, None, axes),)
-    first = op.Cast(starts, to=_INT64)
-    length = op.Gather(op.shape(x), axes)
+        if starts.dtype not in (None, axes.dtype):
+            axes = op.Cast(axes, to=int(starts.dtype))
+        return (op.SliceGrad(dy, op.shape(x), starts, node.input(2), axes, steps),)
+    pads = _static_pads(node)
+    if pads is not None:
+        return (op.Pad(dy, pads, None, axes),)
+    first, length = op.Cast(starts, to=_INT64), op.Gather(op.shape(x), axes)
     first = op.Where(op.Less(first, 0), op.Add(first, length), first)
     before = op.Min(op.Max(first, 0), length)
     after = op.Sub(op.Sub(length, before), op.Gather(op.shape(node.output(0)), axes))
     return (op.Pad(dy, op.Concat(before, after, axis=0), None, axes),)
+
+
+def _slice_axes(node: Node) -> ir.Value:
+    op, axes, known = node.op, node.optional(3), node.constant(3)
+    if known is not None:
+        return op.constant(known.astype(np.int64))
+    if axes is not None:
+        return op.Cast(axes, to=_INT64)
+    shape = node.input(1).shape
+    if shape is not None and isinstance(shape[0], int):
+        return op.constant(np.arange(shape[0]))
+    return op.Range(0, op.Size(node.input(1)), 1)
 
 
 _INT64 = 7  # TensorProto.INT64
