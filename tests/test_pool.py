@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper
+from onnx import helper, numpy_helper
 from support import KERNELS, assert_close, directional_derivative, run_node
 
 import ortgrad
@@ -121,7 +123,7 @@ def forward_session(op_type: str, dtype: str, rank: int, attributes: str) -> onn
     if op_type == "AveragePool":
         del outputs["Indices"]
     graph = helper.make_graph(
-        [helper.make_node(op_type, ["X"], list(outputs), **eval(attributes))],
+        [helper.make_node(op_type, ["X"], list(outputs), **json.loads(attributes))],
         op_type,
         [helper.make_tensor_value_info("X", element, [None] * (rank + 2))],
         [helper.make_tensor_value_info(name, type_, None) for name, type_ in outputs.items()],
@@ -135,7 +137,7 @@ def forward_session(op_type: str, dtype: str, rank: int, attributes: str) -> onn
 
 def forward(op_type: str, pool: Pool, x: np.ndarray) -> list[np.ndarray]:
     """onnxruntime's own MaxPool (with Indices) or AveragePool."""
-    return forward_session(op_type, x.dtype.name, pool.rank, repr(pool.attributes)).run(None, {"X": x})
+    return forward_session(op_type, x.dtype.name, pool.rank, json.dumps(pool.attributes)).run(None, {"X": x})
 
 
 def distinct(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -457,9 +459,6 @@ def test_a_shape_of_the_wrong_rank() -> None:
 
 
 def test_shapes_are_inferred() -> None:
-    import onnx
-    from onnx import numpy_helper
-
     node = average_pool_grad("dY", "X_shape", "dX", **BASE)
     model = ortgrad.nodes.make_model(node, shapes={"dY": ["N", 3, None, None]})
     inferred = onnx.shape_inference.infer_shapes(model).graph.output[0].type.tensor_type.shape
