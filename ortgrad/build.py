@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from ortgrad.backward import FLOAT_TYPES, BackwardPass, Failure, subgraphs
 from ortgrad.bodies import Ops
@@ -17,14 +17,14 @@ from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.inline import inline
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
 
 
 def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
     """`build_gradient_model` for a ModelProto."""
-    model = ir.from_proto(source)
-    InlinePass(criteria=lambda function: not is_body(function))(model)
+    model = inline(ir.from_proto(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
     graph = model.graph

@@ -23,15 +23,24 @@ FLOAT_BY_DEFAULT = {
 
 def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose floating-point tensors are double, with casts where an operator takes no double."""
-    inferred = onnx.shape_inference.infer_shapes(model)
-    double = onnx.ModelProto()
-    double.CopyFrom(model)
+    # Functions have no types, and attributes that refer to those of their callers.
+    double = _without_functions(model)
+    inferred = onnx.shape_inference.infer_shapes(double)
     opsets = {o.domain: o.version for o in model.opset_import}
     _convert_graph(double.graph, _low_values(inferred.graph), opsets)
-    for function in double.functions:
-        for node in function.node:
-            _convert_attributes(node, set(), opsets)
     return double
+
+
+def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    if not model.functions:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        return copy
+    import onnx_ir as ir  # takes a while
+
+    from ortgrad.passes.inline import inline
+
+    return ir.to_proto(inline(ir.from_proto(model), lambda _: True))
 
 
 def _low_values(graph: onnx.GraphProto) -> set[str]:

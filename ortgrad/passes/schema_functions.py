@@ -66,7 +66,7 @@ def _body(node: ir.Node, opsets: Mapping[str, int]) -> ir.Graph | None:
         return None
     alone = _alone(call, node, function)
     written_for = next(o.version for o in alone.opset_import if o.domain == "")
-    if written_for != opsets[""] and not _unchanged(ir.from_proto(alone).graph, written_for, opsets[""]):
+    if written_for != opsets[""] and not unchanged(ir.from_proto(alone).graph, written_for, opsets[""]):
         try:
             alone = version_converter.convert_version(alone, opsets[""])
         except RuntimeError as error:
@@ -142,11 +142,11 @@ def _alone(call: onnx.NodeProto, node: ir.Node, function: onnx.FunctionProto) ->
     return ir.to_proto(inlined)
 
 
-def _unchanged(graph: ir.Graph, old: int, new: int) -> bool:
+def unchanged(graph: ir.Graph, old: int, new: int) -> bool:
     """Whether all operators of a graph mean the same in two opsets."""
     return all(
         _since(node.op_type, old) == _since(node.op_type, new)
-        and all(_unchanged(inner, old, new) for inner in subgraphs(node))
+        and all(unchanged(inner, old, new) for inner in subgraphs(node))
         for node in graph
     )
 
