@@ -604,6 +604,54 @@ def test_wrong_inputs(wrong: Wrong, operator: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SL", np.array([2], np.int32)),
+        ("SL", np.array([1, 5, 2], np.int32)),
+        ("SL", np.array([1, -1, 2], np.int32)),
+        ("B", np.zeros((1, 2), np.float32)),
+        ("R", np.zeros((1, 15, 5), np.float32)),
+        ("W", np.zeros((1, 1, 5), np.float32)),
+        ("H0", np.zeros((1, 1, 6), np.float32)),
+        ("HAll", np.zeros((4, 1, 1, 6), np.float32)),
+        ("ZRH", np.zeros((4, 1, 1, 18), np.float32)),
+        ("dHAll", np.zeros((1, 1, 3, 6), np.float32)),
+        ("dHFinal", np.zeros((1, 1, 6), np.float32)),
+    ],
+    ids=lambda value: str(getattr(value, "shape", value)),
+)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_the_body_does_not_broadcast_by_mistake(name: str, value: np.ndarray, direction: str) -> None:
+    case = Case("wrong", lengths=(4, 2, 3), direction=direction)
+    feeds = case.feeds(np.float32)
+    feeds |= {**saved(case, feeds), **case.upstream(np.float32)}
+    state = onnxruntime.capi.onnxruntime_pybind11_state
+    with pytest.raises((state.Fail, state.InvalidArgument, state.RuntimeException)):
+        gradients(case, {**feeds, name: value}, "onnx")
+
+
+@dtypes
+@both
+def test_a_saved_model_needs_no_library(dtype: Any, linear_before_reset: int) -> None:
+    case = Case(
+        "saved",
+        direction="bidirectional",
+        lengths=(3, 1, 4),
+        linear_before_reset=linear_before_reset,
+        layout=1,
+    )
+    feeds, upstream = case.feeds(dtype), case.upstream(dtype)
+    feeds_grad = {**feeds, **saved(case, feeds), **upstream}
+    names = ["X", "W", "R", "B", "SL", "H0", "HAll", "ZRH", "dHAll", "dHFinal"]
+    node = nodes.gru_grad(*names, dtype=dtype, **case.attributes)
+    model = nodes.make_model(node, shapes=symbolic_shapes(feeds_grad), dtype=dtype)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = plain_gradients(case, feeds, upstream)
+    for output, value in zip(session.get_outputs(), session.run(None, feeds_grad), strict=True):
+        assert_close(value, expected[output.name], TOLERANCE[np.dtype(dtype)])
+
+
+@pytest.mark.parametrize(
     ("attributes", "text"),
     [
         ({"activations": ["Sigmoid", "Gelu"]}, "activation 'Gelu' is unknown; there are Sigmoid, Tanh, Relu"),

@@ -207,7 +207,7 @@ class _Inputs:
     outputs=["HAll?", "HFinal?", "ZRH?"],
     shapes=_training_shapes,
     attributes=_ATTRIBUTES,
-    auto="python",
+    auto="onnx",
 )
 def gru_training(
     x: np.ndarray,
@@ -316,6 +316,8 @@ class _Values:
     bias: ir.Value | None  # [3 hidden], what is added to X W^T
     recurrent_bias: ir.Value | None  # [hidden], Rbh if it is not in `bias`
     h0: ir.Value  # [batch, hidden]
+    steps: ir.Value  # (steps)
+    state: ir.Value  # (batch, hidden)
     zr_h: ir.Value  # the sizes (2 hidden, hidden) for Split
     lengths: ir.Value | None  # [batch]
     valid: ir.Value | None  # [steps, batch, 1]
@@ -332,25 +334,33 @@ class _Values:
         sl: ir.Value | None,
         h0: ir.Value | None,
     ) -> list[_Values]:
+        # The Reshapes move nothing; they refuse what would be broadcast by mistake.
+        import onnx_ir as ir
+
         if cell.batch_first:
             x = op.Transpose(x, perm=[1, 0, 2])
             h0 = None if h0 is None else op.Transpose(h0, perm=[1, 0, 2])
         count = len(cell.reverse)
+        steps, batch = (op.Slice(op.shape(x), [i], [i + 1]) for i in (0, 1))
         hidden = op.Slice(op.shape(r), [2], [3])
-        batch = op.Slice(op.shape(x), [1], [2])
-        if h0 is None:
-            zeros = op.Expand(op.number(0.0, x), op.Concat(batch, hidden, axis=0))
+        if cell.hidden_size is not None:
+            hidden = op.constant(np.array([cell.hidden_size]))
+        zr_h = op.Concat(op.Mul(hidden, [2]), hidden, axis=0)
+        state = op.Concat(batch, hidden, axis=0)
         lengths = valid = None
         if sl is not None:
-            lengths = op.Cast(sl, to=7)
-            steps = op.Range(0, op.Squeeze(op.Slice(op.shape(x), [0], [1]), [0]), 1)
-            valid = op.Unsqueeze(op.Less(op.Unsqueeze(steps, [1]), lengths), [2])
-        zr_h = op.Concat(op.Mul(hidden, [2]), hidden, axis=0)
+            end = op.Add(op.Squeeze(steps, [0]), 1)
+            lengths = op.Reshape(op.Cast(sl, to=ir.DataType.INT64), batch)
+            # Gather refuses an index that is too large, and a length with it.
+            index = op.Where(op.Less(lengths, 0), end, lengths)
+            lengths = op.Gather(op.Range(0, end, 1), index)
+            valid = op.Unsqueeze(op.Less(op.Unsqueeze(op.Range(0, op.Sub(end, 1), 1), [1]), lengths), [2])
         result = []
         for d in range(count):
             bias = recurrent_bias = None
             if b is not None:
-                bias, recurrent = op.Split(_pick(op, b, d, count), axis=0, num_outputs=2, _outputs=2)
+                sizes = op.Concat(op.Mul(hidden, [3]), op.Mul(hidden, [3]), axis=0)
+                bias, recurrent = op.Split(_pick(op, b, d, count), sizes, axis=0, _outputs=2)
                 if cell.linear_before_reset:
                     gates, recurrent_bias = op.Split(recurrent, zr_h, axis=0, _outputs=2)
                     recurrent = op.Concat(gates, op.full_like(recurrent_bias, 0.0), axis=0)
@@ -364,7 +374,11 @@ class _Values:
                     _pick(op, r, d, count),
                     bias,
                     recurrent_bias,
-                    zeros if h0 is None else _pick(op, h0, d, count),
+                    op.Expand(op.number(0.0, x), state)
+                    if h0 is None
+                    else op.Reshape(_pick(op, h0, d, count), state),
+                    steps,
+                    state,
                     zr_h,
                     lengths,
                     valid,
@@ -474,7 +488,7 @@ def _clip(op: Ops, cell: _Cell, like: ir.Value) -> Callable[[Ops, ir.Value], ir.
     outputs=["dX?", "dW?", "dR?", "dB?", "dH0?"],
     shapes=_gradient_shapes,
     attributes=_ATTRIBUTES,
-    auto="python",
+    auto="onnx",
 )
 def gru_grad(
     x: np.ndarray,
@@ -725,9 +739,13 @@ def _(
     count = len(values)
     parts = []
     for d, v in enumerate(values):
-        states, gates = (_pick(op, value, d, count, 1) for value in (h_all, zrh))
-        dhs = None if dh_all is None else _pick(op, dh_all, d, count, 1)
-        dh = op.full_like(v.h0, 0.0) if dh_final is None else _pick(op, dh_final, d, count)
+        sequence = op.Concat(v.steps, v.state, axis=0)
+        states = op.Reshape(_pick(op, h_all, d, count, 1), sequence)
+        gates = op.Reshape(_pick(op, zrh, d, count, 1), op.Mul(sequence, [1, 1, 3]))
+        dhs = None if dh_all is None else op.Reshape(_pick(op, dh_all, d, count, 1), sequence)
+        dh = op.full_like(v.h0, 0.0)
+        if dh_final is not None:
+            dh = op.Reshape(_pick(op, dh_final, d, count), v.state)
         parts.append(_scan_backward(op, cell, v, states, gates, dhs, v.keep_begun(op, dh), wanted))
     dx, dw, dr, db, dh0 = zip(*parts, strict=True)
     total = None
@@ -751,7 +769,7 @@ def _onnx_previous_states(op: Ops, v: _Values, states: ir.Value) -> ir.Value:
     previous = op.Concat(op.Slice(states, [1], [_END], [0]), first, axis=0)
     if v.lengths is None or v.valid is None:
         return previous
-    steps = op.Range(1, op.Add(op.Squeeze(op.Slice(op.shape(states), [0], [1]), [0]), 1), 1)
+    steps = op.Range(1, op.Add(op.Squeeze(v.steps, [0]), 1), 1)
     begins = op.Equal(op.Unsqueeze(steps, [1, 2]), op.Unsqueeze(v.lengths, [1]))
     return v.keep_valid(op, op.Where(begins, first, previous))
 
