@@ -317,6 +317,7 @@ def _(node: Node) -> Slots:
         length = _dft_length(op, node.output(0), axis) if inverse else own
     scale = number_like(op, length, x)
     if inverse and onesided:
+        _require_half(node)
         # Each frequency stands for its conjugate as well, but for the first and, in an even length, the last.
         dx = _dft(node, dy, length, axis, onesided=1)
         steps = op.Range(0, op.Add(op.Div(op.Squeeze(length, [0]), 2), 1), 1)
@@ -340,6 +341,18 @@ def _(node: Node) -> Slots:
     # What was cut off has no gradient, what was filled up had no element.
     there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
     return (op.Pad(dx, op.Concat([0], op.Sub(own, there), axis=0), None, axis),)
+
+
+def _require_half(node: Node) -> None:
+    """Refuse what onnxruntime computes otherwise than ONNX says."""
+    length, axis, shape = node.constant(1), node.constant(2), node.input(0).shape
+    place = node.attribute("axis") if node.op.opset < 20 else -2 if axis is None else int(axis.item())
+    count = None if shape is None or (axis is None and node.optional(2) is not None) else shape[place]
+    if length is not None and isinstance(count, int) and count != int(length.item()) // 2 + 1:
+        raise node.unsupported(
+            f"a spectrum of {count} frequencies for an inverse transform of length {int(length.item())}: "
+            "onnxruntime's result is not ONNX's unless there is half of the length, plus 1"
+        )
 
 
 def _dft(node: Node, value: ir.Value, length: ir.Value, axis: ir.Value, **attributes: int) -> ir.Value:

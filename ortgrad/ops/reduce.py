@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,6 +106,6 @@ def _(node: Node) -> Slots:
 def _(node: Node) -> Slots:
     op, y = node.op, node.output(0)
     # Where everything is -inf, so is Y, and the difference would be NaN.
-    y = op.Where(op.IsInf(y, detect_positive=0), 0.0, y)
+    y = op.Where(op.Equal(y, -math.inf), 0.0, y)
     share = op.Exp(op.Sub(node.input(0), _kept(node, y)))
     return (op.Mul(_kept(node, node.grad(0)), share),)
