@@ -1,0 +1,225 @@
+"""One peer's process. Reads requests from stdin and answers on stdout, a line of JSON each.
+
+    python worker.py PEER        PEER: python, onnx, stock, training or torch
+
+    {"do": "load", "op_type": ..., "attributes": ..., "model": PATH, "feeds": PATH, "results": PATH}
+    {"do": "time", "calls": N}   -> {"seconds": [...]}
+    {"do": "versions"}           -> {"versions": ...}
+
+Needs NumPy and the peer's own library only, so it runs in any of the environments.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+
+def ortgrad_peer(kernels):
+    import ortgrad
+
+    def load(request, feeds):
+        session = ortgrad.InferenceSession(request["model"], kernels=kernels)
+        names = [output.name for output in session.get_outputs()]
+        return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
+
+    return load
+
+
+def stock_peer():
+    # The library's own invoker takes the place of ortgrad's.
+    from onnxruntime_extensions import PyCustomOpDef, _ocos
+
+    install = PyCustomOpDef.install_hooker
+    load = ortgrad_peer("python")
+    install(_ocos._on_pyop_invocation)
+    return load
+
+
+def training_peer():
+    import onnxruntime
+
+    def load(request, feeds):
+        session = onnxruntime.InferenceSession(request["model"], providers=["CPUExecutionProvider"])
+        names = [output.name for output in session.get_outputs()]
+        return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
+
+    return load
+
+
+def torch_peer():
+    import torch
+
+    aten = torch.ops.aten
+
+    def quick_gelu(i, a):
+        x = i["X"].requires_grad_()
+        y = x * torch.sigmoid(a["alpha"] * x)
+        return lambda: torch.autograd.grad(y, x, i["dY"], retain_graph=True)
+
+    def dropout(i, a):
+        scale = 1 / (1 - float(i["ratio"]))
+        return lambda: aten.native_dropout_backward(i["dY"], i["mask"], scale)
+
+    def softmax(function):
+        return lambda i, a: lambda: function(i["dY"], i["Y"], a["axis"], torch.float32)
+
+    def gelu(approximate):
+        return lambda i, a: lambda: aten.gelu_backward(i["dY"], i["X"], approximate=approximate)
+
+    def loss(i, a):
+        rows = torch.tensor(float(len(i["label"])))
+        nll = aten.nll_loss_backward
+        # The loss's own backward, then LogSoftmax's: together what the ONNX operator is.
+        return lambda: aten._log_softmax_backward_data(
+            nll(i["dY"], i["log_prob"], i["label"], None, 1, -100, rows), i["log_prob"], 1, torch.float32
+        )
+
+    def conv(i, a):
+        pads = a["pads"][: len(a["pads"]) // 2]
+        none = [0] * len(pads)
+        w = i["W"]
+        return lambda: aten.convolution_backward(
+            i["dY"],
+            i["X"],
+            w,
+            [len(w)],
+            a["strides"],
+            pads,
+            [1] * len(pads),
+            False,
+            none,
+            a["group"],
+            [True] * 3,
+        )
+
+    def max_pool(i, a):
+        n, c, h, w = a["output_shape"]
+        x = torch.zeros(n, c, h, w)
+        # PyTorch counts within a plane.
+        indices = i["Indices"] - torch.arange(n * c).reshape(n, c, 1, 1) * (h * w)
+        k, s, p = a["kernel_shape"], a["strides"], a["pads"][:2]
+        return lambda: aten.max_pool2d_with_indices_backward(i["dY"], x, k, s, p, [1, 1], False, indices)
+
+    def average_pool(i, a):
+        x = torch.zeros(a["output_shape"])
+        k, s, p = a["kernel_shape"], a["strides"], a["pads"][:2]
+        include = bool(a["count_include_pad"])
+        return lambda: aten.avg_pool2d_backward(i["dY"], x, k, s, p, False, include, None)
+
+    def swap(t):
+        """ONNX keeps the gates as z, r, h; PyTorch as r, z, h."""
+        z, r, h = t.chunk(3)
+        return torch.cat([r, z, h])
+
+    def gru(i, a):
+        bias = i["B"][0].chunk(2)
+        sources = [swap(i["W"][0]), swap(i["R"][0]), swap(bias[0]), swap(bias[1])]
+        weights = [t.clone().requires_grad_() for t in sources]
+        x, h0 = i["X"].requires_grad_(), i["H0"].requires_grad_()
+        y, last = torch.gru(x, h0, weights, True, 1, 0.0, True, False, False)
+        seeds = [i["dHAll"][:, 0], i["dHFinal"]]
+        return lambda: torch.autograd.grad([y, last], [x, *weights, h0], seeds, retain_graph=True)
+
+    def gru_results(raw):
+        dx, dw, dr, db_w, db_r, dh0 = raw
+        db = torch.cat([swap(db_w), swap(db_r)])
+        return {"dX": dx, "dW": swap(dw)[None], "dR": swap(dr)[None], "dB": db[None], "dH0": dh0}
+
+    functions = {
+        "ReluGrad": lambda i, a: lambda: aten.threshold_backward(i["dY"], i["X"], 0),
+        "SigmoidGrad": lambda i, a: lambda: aten.sigmoid_backward(i["dY"], i["Y"]),
+        "TanhGrad": lambda i, a: lambda: aten.tanh_backward(i["dY"], i["Y"]),
+        "LeakyReluGrad": lambda i, a: lambda: aten.leaky_relu_backward(i["dY"], i["Y"], a["alpha"], True),
+        "QuickGeluGrad": quick_gelu,
+        "GeluGrad": gelu("none"),
+        "FastGeluGrad": gelu("tanh"),
+        "BiasGeluGrad_dX": lambda i, a: (
+            lambda: aten.gelu_backward(i["dY"], i["X"] + i["B"], approximate="none")
+        ),
+        "SoftmaxGrad": softmax(aten._softmax_backward_data),
+        "SoftmaxGrad_13": softmax(aten._softmax_backward_data),
+        "LogSoftmaxGrad": softmax(aten._log_softmax_backward_data),
+        "LogSoftmaxGrad_13": softmax(aten._log_softmax_backward_data),
+        "DropoutGrad": dropout,
+        "TrainableDropoutGrad": dropout,
+        "SoftmaxCrossEntropyLossGrad": loss,
+        "ConvGrad": conv,
+        "MaxPoolGrad": max_pool,
+        "AveragePoolGrad": average_pool,
+        "GRUGrad": gru,
+    }
+
+    def load(request, feeds):
+        tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        run = functions[request["op_type"]](tensors, request["attributes"])
+
+        def results(raw):
+            raw = [raw] if isinstance(raw, torch.Tensor) else raw
+            named = (
+                gru_results(raw)
+                if request["op_type"] == "GRUGrad"
+                else dict(zip(request["outputs"], raw, strict=True))
+            )
+            return {name: value.detach().numpy() for name, value in named.items()}
+
+        return run, results
+
+    return load
+
+
+PEERS = {
+    "python": lambda: ortgrad_peer("python"),
+    "onnx": lambda: ortgrad_peer("onnx"),
+    "stock": stock_peer,
+    "training": training_peer,
+    "torch": torch_peer,
+}
+LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-extensions", "onnxruntime-training-cpu", "torch")
+
+
+def versions():
+    found = {"python": sys.version.split()[0]}
+    for library in LIBRARIES:
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main(peer):
+    # Libraries may print; the answers keep the real stdout for themselves.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    load, run = PEERS[peer](), None
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = {}
+        if request["do"] == "versions":
+            answer["versions"] = versions()
+        elif request["do"] == "load":
+            run = None
+            try:
+                with np.load(request["feeds"]) as file:
+                    feeds = {name: file[name] for name in file.files}
+                run, results = load(request, feeds)
+                np.savez(request["results"], **results(run()))
+            except Exception as error:  # whatever the peer raises is its answer
+                answer["error"] = f"{type(error).__name__}: {error}"
+        else:
+            seconds = []
+            run()  # wakes up threads and caches
+            for _ in range(request["calls"]):
+                start = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - start)
+            answer["seconds"] = seconds
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
