@@ -23,22 +23,9 @@ import ortgrad
 ARTIFACTS = Path(__file__).parents[1] / "tests" / "golden" / "cnn"
 
 
-def expose_gradients(model: onnx.ModelProto) -> dict[str, str]:
-    """Make the gradients graph outputs; returns their names by parameter.
-
-    In the artifacts they are written into the accumulation buffers in place, and the graph
-    only returns a flag. The accumulator's optional second output is the updated buffer.
-    """
-    types = {value.name: value.type for value in model.graph.input}
-    outputs = {}
-    for node in model.graph.node:
-        if node.op_type == "InPlaceAccumulatorV2":
-            buffer = node.input[0]
-            del node.output[1:]
-            node.output.append(f"{buffer}.out")
-            model.graph.output.append(helper.make_value_info(node.output[1], types[buffer]))
-            outputs[buffer.removesuffix("_grad.accumulation.buffer")] = node.output[1]
-    return outputs
+# onnxruntime-training adds the gradients to these buffers in place, and its graph only returns a flag.
+# A stock session cannot do that, so ortgrad returns the updated buffer as one more output.
+BUFFER = "_grad.accumulation.buffer"
 
 
 class AdamW:
@@ -73,14 +60,13 @@ class AdamW:
 
 def main(folder: Path = ARTIFACTS) -> tuple[float, float]:
     """Returns the largest differences in the losses and in the parameters."""
-    model = onnx.load(folder / "training_model.onnx")
-    outputs = expose_gradients(model)
-    session = ortgrad.InferenceSession(model)
+    session = ortgrad.InferenceSession(folder / "training_model.onnx")
+    names = [i.name.removesuffix(BUFFER) for i in session.get_inputs() if i.name.endswith(BUFFER)]
 
     initial = {t.name: numpy_helper.to_array(t) for t in onnx.load(folder / "forward.onnx").graph.initializer}
-    parameters = {name: initial[name].copy() for name in outputs}
+    parameters = {name: initial[name].copy() for name in names}
     optimizer = AdamW(onnx.load(folder / "optimizer_model.onnx"), parameters, learning_rate=0.01)
-    buffers = {f"{name}_grad.accumulation.buffer": np.zeros_like(p) for name, p in parameters.items()}
+    buffers = {name + BUFFER: np.zeros_like(parameters[name]) for name in names}
     loss_name = session.get_outputs()[0].name
 
     worst_loss = worst_parameter = 0.0
@@ -94,8 +80,8 @@ def main(folder: Path = ARTIFACTS) -> tuple[float, float]:
                 # True: the buffers' contents are replaced; False: the gradients are added to them.
                 "lazy_reset_grad": np.array([True]),
             }
-            loss, *gradients = session.run([loss_name, *outputs.values()], feeds)
-            optimizer.step(dict(zip(outputs, gradients, strict=True)))
+            loss, *gradients = session.run([loss_name, *(f"{buffer}.out" for buffer in buffers)], feeds)
+            optimizer.step(dict(zip(names, gradients, strict=True)))
             worst_loss = max(worst_loss, abs(float(loss) - expected_loss))
             print(f"step {step + 1}: loss {loss:.6f}, onnxruntime-training had {expected_loss:.6f}")
         for name, parameter in parameters.items():

@@ -15,6 +15,9 @@ from typing import Any
 from ortgrad.errors import NodeError
 from ortgrad.registry import Operator
 
+# An absent optional input is an empty tensor of this name and its element type.
+EMPTY_PREFIX = "ortgrad.empty."
+
 
 @dataclass(frozen=True)
 class Call:

@@ -15,12 +15,11 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortgrad.call import Call
+from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
 from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.registry import CALL_ATTRIBUTE, Operator, all_operators, find_operator
 
-EMPTY_PREFIX = "ortgrad.empty."
 _DEFAULT_OPSET = 21
 
 

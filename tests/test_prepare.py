@@ -198,3 +198,29 @@ def test_saved_models_run_on_plain_onnxruntime(tmp_path) -> None:
     feeds = {"dY": np.float32([[1, 2]]), "mask": np.array([[True, False]])}
     plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(plain.run(None, feeds)[0], [[2, 0]])
+
+
+@pytest.mark.parametrize("kernels", ["python", "onnx"])
+def test_accumulators_return_what_they_would_write_in_place(kernels: str) -> None:
+    session = ortgrad.InferenceSession(GOLDEN / "cnn" / "training_model.onnx", kernels=kernels)
+    outputs = [output.name for output in session.get_outputs()]
+    assert outputs[:3] == ["onnx::loss::2", "w1_grad.accumulation.out", "b1_grad.accumulation.out"]
+    generator = np.random.default_rng(0)
+    feeds = {
+        i.name: generator.standard_normal(i.shape).astype(np.float32)
+        for i in session.get_inputs()
+        if i.type == "tensor(float)"
+    }
+    feeds["labels"] = np.arange(6)
+    names = ["b4_grad.accumulation.buffer", "b4_grad.accumulation.buffer.out"]
+    (added,) = session.run(names[1:], {**feeds, "lazy_reset_grad": np.array([False])})
+    (replaced,) = session.run(names[1:], {**feeds, "lazy_reset_grad": np.array([True])})
+    np.testing.assert_allclose(added, replaced + feeds[names[0]], rtol=1e-5, atol=1e-6)
+
+
+def test_absent_inputs_in_a_graph_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
+    node = ortgrad.nodes.dropout_grad("dY", outputs="dX")
+    model = foreign([node], {"dY": (TensorProto.FLOAT, ["N"])}, {"dX": (TensorProto.FLOAT, ["N"])}, 21)
+    session = ortgrad.InferenceSession(model, kernels="python")
+    np.testing.assert_array_equal(session.run(None, {"dY": np.float32([1, 2])})[0], [1, 2])
+    assert not caplog.records

@@ -14,13 +14,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from ortgrad.call import Call
+from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
 from ortgrad.passes.nodes import call_of, gradient_nodes
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator
 
 POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
-EMPTY_PREFIX = "ortgrad.empty."
+ACCUMULATOR = "InPlaceAccumulatorV2"
 
 
 def complete(model: ir.Model) -> None:
@@ -52,6 +52,8 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     """Write down what the node says by leaving things out, and name all its outputs."""
     if operator.name in POOL_GRADIENTS and len(node.inputs) == len(operator.inputs) - 1:
         _add_shape_input(model, node)
+    if operator.name == ACCUMULATOR and node.graph is model.graph:
+        _expose_sum(model.graph, node)
     present = [value is not None for value in node.inputs]
     if len(present) > len(operator.inputs) or len(node.outputs) > len(operator.outputs):
         raise NodeError(
@@ -108,6 +110,17 @@ def _add_shape_input(model: ir.Model, node: ir.Node) -> None:
         )
     node.resize_inputs(len(node.inputs) + 1)
     node.replace_input_with(len(node.inputs) - 1, model.graph.initializers[name])
+
+
+def _expose_sum(graph: ir.Graph, node: ir.Node) -> None:
+    """Make the updated buffer a graph output: onnxruntime-training changes the buffer in place instead."""
+    buffer = node.inputs[0]
+    if buffer is None or (len(node.outputs) > 1 and node.outputs[1].name):
+        return
+    node.resize_outputs(2)
+    total = node.outputs[1]
+    total.name, total.type, total.shape = f"{buffer.name}.out", buffer.type, buffer.shape
+    graph.outputs.append(total)
 
 
 def _fill_inputs(model: ir.Model, node: ir.Node, operator: Operator) -> None:
