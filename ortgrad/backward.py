@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,23 @@ class BackwardPass:
         if grad.dtype is not None and value.dtype is not None and grad.dtype != value.dtype:
             return self.op.Cast(grad, to=int(value.dtype))
         return grad
+
+
+def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str:
+    """The text of an error that says all that cannot be differentiated."""
+    lines = [f"{len(failures)} node(s) between `wrt` and `of` cannot be differentiated:"]
+    for failure in failures:
+        node = failure.node
+        domain = node.domain or "ai.onnx"
+        opset = opsets.get(node.domain, "unknown")
+        lines.append(
+            f"  {node.op_type} (domain {domain}, opset {opset}), node {node.name!r}: {failure.reason}"
+        )
+    lines.append(
+        "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
+        "or put an equivalent operator in their place."
+    )
+    return "\n".join(lines)
 
 
 def unbroadcast(op: Ops, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:

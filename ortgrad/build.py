@@ -10,13 +10,15 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
-from ortgrad.backward import FLOAT_TYPES, BackwardPass, Failure, subgraphs
+from ortgrad.backward import FLOAT_TYPES, BackwardPass, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
+from ortgrad.names import free_name, name_nodes, taken_names
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.inline import inline
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
@@ -27,6 +29,7 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     model = inline(ir.from_proto(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
+    expand_gradient_operator(model)
     graph = model.graph
     infer_types(model)
     infer_loop_shapes(model)
@@ -48,14 +51,14 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     targets, outputs = [_target(values, n) for n in names[0]], [_output(graph, n) for n in names[1]]
     op = Ops(model.opset_imports[""])
     backward = BackwardPass(op, list(graph), targets)
-    taken = {v.name for n in graph.all_nodes() for v in n.outputs if v.name} | set(values)
+    taken = taken_names(graph)
     for value in outputs:
         backward.seed(value, _seed(graph, op, value, alone=len(outputs) == 1, taken=taken))
     backward.run()
     if backward.failures:
-        raise UnsupportedGradientError(_list_failures(backward.failures, model))
+        raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
     results = [_result(backward, value, taken) for value in targets]
-    _name_nodes(op.nodes, taken | {value.name for value in results if value.name}, keep=set(results))
+    name_nodes(op.nodes, taken | {value.name for value in results if value.name}, keep=set(results))
     graph.extend(op.nodes)
     for node in graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
@@ -116,18 +119,10 @@ def _seed(graph: ir.Graph, op: Ops, value: ir.Value, *, alone: bool, taken: set[
     if alone and value.shape is not None and len(value.shape) == 0:
         assert value.dtype is not None
         return op.constant(np.array(1.0, value.dtype.numpy()))
-    name = _free_name(f"{value.name}_grad", taken)
+    name = free_name(f"{value.name}_grad", taken)
     seed = ir.Value(name=name, type=value.type, shape=value.shape)
     graph.inputs.append(seed)
     return seed
-
-
-def _free_name(name: str, taken: set[str]) -> str:
-    free, number = name, 2
-    while free in taken:
-        free, number = f"{name}_{number}", number + 1
-    taken.add(free)
-    return free
 
 
 def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Value:
@@ -137,7 +132,7 @@ def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Valu
     grad = backward.total(value)
     if grad is None:
         grad = op.full_like(value, 0.0)
-    name = _free_name(f"{value.name}_grad", taken)
+    name = free_name(f"{value.name}_grad", taken)
     if grad.name != name:
         # Another value's gradient is the same tensor, or it comes from outside.
         grad = op.copy(grad)
@@ -148,32 +143,3 @@ def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Valu
         grad.name = name
     grad.type, grad.shape = value.type, value.shape
     return grad
-
-
-def _name_nodes(nodes: Iterable[ir.Node], taken: set[str], keep: set[ir.Value]) -> None:
-    """Give recorded nodes and values names that nothing else has; a built model can be built again."""
-    for node in nodes:
-        for value in node.outputs:
-            if value not in keep and value.name:
-                value.name = _free_name(value.name, taken)
-        node.name = node.outputs[0].name
-        for graph in subgraphs(node):
-            for value in graph.inputs:
-                value.name = _free_name(value.name or "input", taken)
-            _name_nodes(graph, taken, keep)
-
-
-def _list_failures(failures: Sequence[Failure], model: ir.Model) -> str:
-    lines = [f"{len(failures)} node(s) between `wrt` and `of` cannot be differentiated:"]
-    for failure in failures:
-        node = failure.node
-        domain = node.domain or "ai.onnx"
-        opset = model.opset_imports.get(node.domain, "unknown")
-        lines.append(
-            f"  {node.op_type} (domain {domain}, opset {opset}), node {node.name!r}: {failure.reason}"
-        )
-    lines.append(
-        "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
-        "or put an equivalent operator in their place."
-    )
-    return "\n".join(lines)

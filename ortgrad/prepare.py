@@ -40,6 +40,7 @@ def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
         find_operator(node.op_type, node.domain)
         # onnxruntime-training keeps the pool gradients in the default domain.
         or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
+        or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")
         or any(_has_gradients(g.node) for a in node.attribute for g in (a.g, *a.graphs))
         for node in nodes
     )

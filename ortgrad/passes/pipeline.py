@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
+from ortgrad.call import EMPTY_PREFIX
 from ortgrad.passes.attach import attach
-from ortgrad.passes.complete import complete
+from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.expand import expand
+from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.opset import at_minimum_opset
 from ortgrad.registry import PYTHON_TYPES, Operator, find_operator
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
     """A copy of the model with complete gradient nodes and their bodies, or the bodies alone."""
-    model = ir.from_proto(source)
+    model = ir.from_proto(_with_empty_tensors(source))
     _inline_functions_with_gradients(model)
     complete(model)
     model = at_minimum_opset(model)
+    if expand_gradient_operator(model):
+        complete(model)
     expand(model, _chooser(kernels))
+    infer_types(model)
     attach(model)
     prepared = ir.to_proto(model)
     # onnx-ir has no place for it.
@@ -53,3 +59,17 @@ def _inline_functions_with_gradients(model: ir.Model) -> None:
 
     if any(holds_gradients(function) for function in model.functions.values()):
         InlinePass(criteria=holds_gradients)(model)
+
+
+def _with_empty_tensors(source: onnx.ModelProto) -> onnx.ModelProto:
+    """The model, with the tensors that nodes of `ortgrad.nodes` name where an input is absent."""
+    names = {name for node in source.graph.node for name in node.input if name.startswith(EMPTY_PREFIX)}
+    missing = names - {tensor.name for tensor in source.graph.initializer}
+    if not missing:
+        return source
+    model = onnx.ModelProto()
+    model.CopyFrom(source)
+    for name in sorted(missing):
+        dtype = np.dtype(name.removeprefix(EMPTY_PREFIX))
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(0, dtype), name))
+    return model
