@@ -7,6 +7,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from ortgrad.bodies import Ops, record_body
+from ortgrad.call import EMPTY_PREFIX
 from ortgrad.passes.nodes import call_of, gradient_nodes
 from ortgrad.registry import Operator
 
@@ -21,9 +22,10 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None
         call = call_of(node, operator)
         op = Ops(model.opset_imports[""], prefix=f"{node.outputs[0].name}/")
         results = record_body(op, call, node.inputs)
+        recorded = {value for made in op.nodes for value in made.outputs}
         pairs = [
-            # A graph output keeps its name, so it needs a node of its own.
-            (old, op.copy(new) if old.is_graph_output() or new.producer() is None else new)
+            # A graph output keeps its name, and so does what was there before.
+            (old, op.copy(new) if old.is_graph_output() or new not in recorded else new)
             for old, new in zip(node.outputs, results, strict=True)
             if new is not None
         ]
@@ -32,3 +34,6 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None
         ir.convenience.replace_nodes_and_values(
             graph, node, [node], op.nodes, [old for old, _ in pairs], [new for _, new in pairs]
         )
+    for name, value in list(model.graph.initializers.items()):
+        if name.startswith(EMPTY_PREFIX) and not value.uses():
+            del model.graph.initializers[name]
