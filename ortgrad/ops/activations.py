@@ -337,10 +337,9 @@ def _(node: Node) -> Slots:
 
 @gradient("Shrink")
 def _(node: Node) -> Slots:
-    op, dy, threshold = node.op, node.grad(0), node.attribute("lambd")
-    if threshold < 0:  # nothing is within
-        return (dy,)
-    return (op.Where(op.Greater(op.Abs(node.input(0)), threshold), dy, 0.0),)
+    op = node.op
+    outside = op.Greater(op.Abs(node.input(0)), node.attribute("lambd"))
+    return (op.Where(outside, node.grad(0), 0.0),)
 
 
 @gradient("Elu")
