@@ -65,10 +65,9 @@ def test_axes(op_type: str, function: Function, axes: list[int], keepdims: int) 
 def test_no_axes(op_type: str, function: Function) -> None:
     """Absent, or an empty list: all axes, or none with noop_with_empty_axes."""
     x = some(2, 3)
-    for keepdims in (0, 1):
-        for inputs, constants in (([x], []), ([x, ints()], []), ([x, ints()], [1])):
-            check_rule(op_type, inputs, {"keepdims": keepdims}, constants=constants)
-            attributes = {"keepdims": keepdims, "noop_with_empty_axes": 1}
+    for inputs, constants, keepdims in (([x], [], 0), ([x, ints()], [], 1), ([x, ints()], [1], 0)):
+        for noop in (0, 1):
+            attributes = {"keepdims": keepdims, "noop_with_empty_axes": noop}
             check_rule(op_type, inputs, attributes, constants=constants)
 
 
@@ -132,3 +131,11 @@ def test_empty(op_type: str) -> None:
         model, feeds = one_node(op_type, [np.zeros(shape, np.float32), ints(axis)], {"keepdims": 0})
         grad = gradients(model, feeds, {"y": np.ones(reduced, np.float32)}, ["a"])["a"]
         assert grad.shape == shape
+
+
+def test_a_mean_of_many_in_half_precision() -> None:
+    x = np.zeros((1, 80000), np.float16)
+    for symbolic in (False, True):
+        model, feeds = one_node("ReduceMean", [x, ints(1)], {"keepdims": 0}, symbolic=symbolic)
+        grad = gradients(model, feeds, {"y": np.ones(1, np.float16)}, ["a"])["a"]
+        np.testing.assert_allclose(grad, 1 / 80000, rtol=0.01)

@@ -54,12 +54,19 @@ def scatter_back(
     op: Ops, dy: ir.Value, shape: ir.Value, select: Callable[[ir.Value], ir.Value], unique: bool = False
 ) -> ir.Value:
     """Add each element of dY to the place that `select` took it from; no place twice if `unique`."""
-    size = op.ReduceProd(shape, keepdims=0)
-    positions = op.Reshape(select(op.Reshape(op.Range(0, size, 1), shape, allowzero=1)), [-1])
+    places = op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape, allowzero=1)
+    return _scatter_flat(op, dy, shape, select(places), unique)
+
+
+def _scatter_flat(
+    op: Ops, dy: ir.Value, shape: ir.Value, positions: ir.Value, unique: bool = False
+) -> ir.Value:
+    """Add the elements of dY to zeros of a shape, at these positions in the flattened tensor."""
+    positions = op.Reshape(positions, [-1])
     half = not unique and dy.dtype is not None and dy.dtype.itemsize < 4
     # ScatterElements adds up no half-precision numbers.
     terms = op.Reshape(op.Cast(dy, to=_FLOAT) if half else dy, [-1])
-    zeros = op.Expand(op.number(0.0, terms), op.Reshape(size, [1]))
+    zeros = op.Expand(op.number(0.0, terms), op.ReduceProd(shape, keepdims=1))
     total = op.ScatterElements(zeros, positions, terms, axis=0, reduction="none" if unique else "add")
     total = op.Reshape(total, shape, allowzero=1)
     return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
@@ -125,8 +132,23 @@ def gather_grad(shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, axis:
 
 @gather_grad.onnx
 def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -> ir.Value:
+    rank = shape.shape[0] if shape.shape is not None else None
+    if not isinstance(rank, int):
+        rank = op.rank(dy) - op.rank(indices) + 1
+    axis %= rank
     shape = op.Cast(shape, to=_INT64)
-    return scatter_back(op, dy, shape, lambda x: op.Gather(x, indices, axis=axis))
+    length = op.Gather(shape, axis)
+    # outer axes, indices, inner axes
+    rows = op.Reshape(op.Cast(indices, to=_INT64), [1, -1] if axis == rank - 1 else [1, -1, 1])
+    rows = op.Where(op.Less(rows, 0), op.Add(rows, length), rows)
+    if axis > 0:
+        outer = op.ReduceProd(op.Slice(shape, [0], [axis]), keepdims=0)
+        starts = op.Mul(op.Range(0, outer, 1), length)
+        rows = op.Add(op.Reshape(starts, [-1, 1] if axis == rank - 1 else [-1, 1, 1]), rows)
+    if axis < rank - 1:
+        inner = op.ReduceProd(op.Slice(shape, [axis + 1], [rank]), keepdims=0)
+        rows = op.Add(op.Mul(rows, inner), op.Range(0, inner, 1))
+    return _scatter_flat(op, dy, shape, rows)
 
 
 @operator(

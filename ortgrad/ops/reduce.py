@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.ops.index import number_like, product_of_others
 
@@ -47,14 +45,12 @@ def _(node: Node) -> Slots:
 @gradient("ReduceMean")
 def _(node: Node) -> Slots:
     op, x, y = node.op, node.input(0), node.output(0)
-    shapes = [v.shape.numpy() if v.shape is not None and v.shape.is_static() else None for v in (x, y)]
-    if shapes[0] is not None and shapes[1] is not None:
-        count = op.number(float(np.prod(shapes[0])) / max(float(np.prod(shapes[1])), 1.0), x)
+    if x.shape is not None and y.shape is not None and x.shape.is_static() and y.shape.is_static():
+        share = op.number(math.prod(y.shape.numpy()) / max(math.prod(x.shape.numpy()), 1), x)
     else:
-        # In double: a whole number would be divided by 0 in an empty tensor, and half precision overflows.
-        sizes = [op.Cast(op.Size(v), to=_DOUBLE) for v in (x, y)]
-        count = number_like(op, op.Div(*sizes), x)
-    return (_expanded(node, _kept(node, op.Div(node.grad(0), count))),)
+        # In double: whole numbers cannot be divided by 0, and half precision does not reach far.
+        share = number_like(op, op.Div(*(op.Cast(op.Size(v), to=_DOUBLE) for v in (y, x))), x)
+    return (_expanded(node, _kept(node, op.Mul(node.grad(0), share))),)
 
 
 @gradient("ReduceMax", "ReduceMin")
