@@ -21,7 +21,6 @@ CONVOLUTIONS = {
     2: torch.nn.functional.conv2d,
     3: torch.nn.functional.conv3d,
 }
-TOLERANCE = {np.dtype("float32"): 1e-5, np.dtype("float64"): 1e-12}
 
 # X, W, attributes
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -135,38 +134,24 @@ def node_for(
     return ortgrad.nodes.conv_grad("dY", "X", "W", list(outputs), kernel_shape=kernel_shape, **attributes)
 
 
-def static_shapes(feeds: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    return {name: list(array.shape) for name, array in feeds.items()}
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("case", CASES)
-def test_against_torch(case: str, dtype: str, kernels: str) -> None:
+def test_float32(case: str, kernels: str) -> None:
     x_shape, w_shape, attributes = CASES[case]
-    feeds = make_feeds(x_shape, w_shape, attributes, dtype)
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float32)
     result = run_node(node_for(feeds, attributes), feeds, kernels)
     for name, gradient in expected(feeds, attributes).items():
-        assert_close(result[name], gradient, TOLERANCE[gradient.dtype])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("case", CASES)
-def test_body_with_known_shapes(case: str, dtype: str) -> None:
-    x_shape, w_shape, attributes = CASES[case]
-    feeds = make_feeds(x_shape, w_shape, attributes, dtype)
-    node = ortgrad.nodes.conv_grad("dY", "X", "W", **attributes)
-    result = run_node(node, feeds, "onnx", shapes=static_shapes(feeds))
-    for name, gradient in expected(feeds, attributes).items():
-        assert_close(result[name], gradient, TOLERANCE[gradient.dtype])
+        assert_close(result[name], gradient, 1e-5)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("case", [case for case in CASES if "empty" not in case])
-def test_against_finite_differences(case: str, kernels: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_float64_and_finite_differences(case: str, kernels: str) -> None:
     x_shape, w_shape, attributes = CASES[case]
     feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
     result = run_node(node_for(feeds, attributes), feeds, kernels)
+    for name, gradient in expected(feeds, attributes).items():
+        assert_close(result[name], gradient, 1e-12)
     random = np.random.default_rng(8)
     directions = [random.standard_normal(shape) for shape in (x_shape, w_shape, w_shape[:1])]
 
@@ -177,6 +162,17 @@ def test_against_finite_differences(case: str, kernels: str) -> None:
     numeric = directional_derivative(loss, [feeds["X"], feeds["W"], np.zeros(w_shape[0])], directions)
     ours = sum(float(np.sum(result[n] * d)) for n, d in zip(("dX", "dW", "dB"), directions, strict=True))
     assert ours == pytest.approx(numeric, rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_body_with_known_shapes(case: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float32)
+    node = ortgrad.nodes.conv_grad("dY", "X", "W", **attributes)
+    shapes = {name: list(array.shape) for name, array in feeds.items()}
+    result = run_node(node, feeds, "onnx", shapes=shapes)
+    for name, gradient in expected(feeds, attributes).items():
+        assert_close(result[name], gradient, 1e-5)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -241,7 +237,7 @@ def convolutions(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(convolutions())
 def test_any_convolution(case: tuple[list[int], list[int], dict[str, Any]]) -> None:
     x_shape, w_shape, attributes = case
@@ -265,24 +261,21 @@ def test_float16_body(case: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_onnxruntime_agrees_on_same(kernels: str) -> None:
-    """The padding is that of onnxruntime's own Conv, where the stride is larger than the kernel, too."""
-    for auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        for size in range(3, 8):
-            attributes = {"auto_pad": auto_pad, "strides": [2]}
-            for kernel in (1, 2, 3, 4):
-                x = np.arange(1, size + 1, dtype=np.float32).reshape(1, 1, size)
-                w = np.ones((1, 1, kernel), np.float32)
-                y = conv_of_onnxruntime(x, w, attributes)
-                for position in range(y.size):
-                    dy = np.zeros_like(y)
-                    dy[0, 0, position] = 1
-                    feeds = {"dY": dy, "X": x, "W": w}
-                    if kernels == "python":
-                        dx = ortgrad.ops.conv.conv_grad(dy, x, w, **attributes)[0]
-                    else:
-                        dx = run_node(node_for(feeds, attributes, ["dX"]), feeds, kernels)["dX"]
-                    assert float(np.sum(dx * x)) == y[0, 0, position]
+@pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+def test_padding_is_that_of_onnxruntime(kernel: int, auto_pad: str, kernels: str) -> None:
+    """Conv is linear: with the dX of each output by itself, sum(dX * X) gives Y back. Any size runs."""
+    attributes = {"auto_pad": auto_pad, "strides": [2]}
+    node = ortgrad.nodes.conv_grad("dY", "X", "W", ["dX"], kernel_shape=[kernel], **attributes)
+    shapes = {name: [None] * 3 for name in ("dY", "X", "W")}
+    session = ortgrad.InferenceSession(ortgrad.nodes.make_model(node, shapes=shapes), kernels=kernels)
+    w = np.ones((1, 1, kernel), np.float32)
+    for size in range(3, 8):
+        x = np.arange(1, size + 1, dtype=np.float32).reshape(1, 1, size)
+        y = conv_of_onnxruntime(x, w, attributes)
+        one_each = np.eye(y.size, dtype=np.float32)[:, None, :]
+        dx = session.run(None, {"dY": one_each, "X": np.repeat(x, y.size, axis=0), "W": w})[0]
+        np.testing.assert_array_equal((dx * x).sum(axis=(1, 2)), y.reshape(-1))
 
 
 def conv_of_onnxruntime(x: np.ndarray, w: np.ndarray, attributes: Mapping[str, Any]) -> np.ndarray:

@@ -407,10 +407,10 @@ class _Form:
     def axes(self) -> list[int]:
         return list(range(2, 2 + self.rank))
 
-    def starts(self) -> Iterator[list[int]]:
+    def starts(self) -> Iterator[tuple[int, ...]]:
         """For each tap of the kernel, where in the padded input its reading begins."""
         for tap in itertools.product(*map(range, self.kernel)):
-            yield [k * d for k, d in zip(tap, self.dilations, strict=True)]
+            yield tuple(k * d for k, d in zip(tap, self.dilations, strict=True))
 
     def pads_at_run_time(self, op: Ops, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The padding for SAME_UPPER and SAME_LOWER, before and after."""
@@ -492,20 +492,7 @@ def _dw_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group
         x = op.Pad(x, op.Concat(*form.pads_at_run_time(op, x), axis=0), None, form.axes)
     elif any((*form.pads[0], *form.pads[1])):
         x = op.Pad(x, [*form.pads[0], *form.pads[1]], None, form.axes)
-    if taps > 1 or max(form.strides) > 1:
-        # Counted from the end, the slices need not know the sizes.
-        parts = [
-            op.Slice(
-                x,
-                starts,
-                [s - e + 1 or _END for s, e in zip(starts, form.extents, strict=True)],
-                form.axes,
-                list(form.strides),
-            )
-            for starts in form.starts()
-        ]
-    else:
-        parts = [x]
+    parts = _taps(op, dy, x, form) if taps > 1 or max(form.strides) > 1 else [x]
     parts = [_by_group(op, part, dy, group) for part in parts]
     across = op.Transpose(_by_group(op, dy, dy, group), perm=[0, 1, 3, 2])
     channels = w.shape[1] if w.shape is not None else None
@@ -516,6 +503,27 @@ def _dw_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group
     filters = op.Div(op.Shape(w, start=0, end=1), [group])
     dw = op.Reshape(dw, op.Concat([group], [taps], op.Shape(w, start=1, end=2), filters, axis=0), allowzero=1)
     return op.Reshape(op.Transpose(dw, perm=[0, 3, 2, 1]), op.Shape(w), allowzero=1)
+
+
+def _taps(op: Ops, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
+    """For each tap of the kernel, what it reads of the padded X."""
+    phases = {
+        starts: tuple(a % s for a, s in zip(starts, form.strides, strict=True)) for starts in form.starts()
+    }
+    steps = list(form.strides) if max(form.strides) > 1 else None
+    if steps is None or len(set(phases.values())) == len(phases):
+        # Counted from the end, the slices need not know the sizes.
+        ends = [[a - e + 1 or _END for a, e in zip(starts, form.extents, strict=True)] for starts in phases]
+        return [op.Slice(x, list(a), b, form.axes, steps) for a, b in zip(phases, ends, strict=True)]
+    # Slices with steps are slow, so they are made once for all the taps that share a phase.
+    every = {
+        p: op.Slice(x, list(p), [_END] * form.rank, form.axes, steps) for p in dict.fromkeys(phases.values())
+    }
+    parts = []
+    for starts, phase in phases.items():
+        first = [a // s for a, s in zip(starts, form.strides, strict=True)]
+        parts.append(op.Slice(every[phase], first, op.Add(op.Shape(dy, start=2), first), form.axes))
+    return parts
 
 
 def _by_group(op: Ops, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
