@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -24,8 +25,18 @@ from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
 
 
-def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
-    """`build_gradient_model` for a ModelProto."""
+@dataclass(frozen=True)
+class Plan:
+    """A forward model as it is differentiated, and its backward pass, which is not in the graph yet."""
+
+    model: ir.Model
+    backward: BackwardPass
+    targets: Sequence[ir.Value]
+    taken: set[str]
+
+
+def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
+    """Run the backward pass; what cannot be differentiated is in its `failures`."""
     model = inline(ir.from_proto(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
@@ -55,6 +66,14 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     for value in outputs:
         backward.seed(value, _seed(graph, op, value, alone=len(outputs) == 1, taken=taken))
     backward.run()
+    return Plan(model, backward, targets, taken)
+
+
+def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
+    """`build_gradient_model` for a ModelProto."""
+    planned = plan(source, wrt, of)
+    model, backward, targets, taken = planned.model, planned.backward, planned.targets, planned.taken
+    graph, op = model.graph, backward.op
     if backward.failures:
         raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
     results = [_result(backward, value, taken) for value in targets]
@@ -70,6 +89,10 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     graph.sort()
     deduplicate(model)
     RemoveUnusedNodesPass()(model)
+    for node in graph.all_nodes():
+        # The pass takes away empty inputs at the end, of which Loop needs two.
+        if node.op_type == "Loop" and len(node.inputs) < 2:
+            node.resize_inputs(2)
     RemoveUnusedOpsetsPass()(model)
     complete(model)
     attach(model)

@@ -68,6 +68,8 @@ def _(node: Node) -> Slots:
 
 @gradient("Scan")
 def _(node: Node) -> Slots:
+    import onnx_ir as ir
+
     graph, scanned = node.attribute("body"), node.attribute("num_scan_inputs")
     count = len(graph.inputs) - scanned
     outputs = len(graph.outputs) - count
@@ -79,17 +81,22 @@ def _(node: Node) -> Slots:
     step = _Step(node, graph, node.inputs, states, states)
     body = step.body
 
+    plain = [axis == direction == 0 for axis, direction in zip(output_axes, output_directions, strict=True)]
     # What the backward node scans: value in the body, tensor, axis, and the other direction.
     scans: list[tuple[ir.Value, ir.Value, int, int]] = []
     for i, value in enumerate(body.inputs):
         if not value.uses():
             continue
         if i < count:
-            scans.append((value, _save(node, graph, i, states), 0, 1))
+            scans.append((value, _save(node, graph, i, states, plain), 0, 1))
         else:
             scans.append((value, node.input(i), axes[i - count], 1 - directions[i - count]))
     for i, piece in step.pieces.items():
         scans.append((piece, node.grad(count + i), output_axes[i], 1 - output_directions[i]))
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if node.attribute(name):
+            saved = len(graph.outputs) - count - outputs
+            node.node.attributes.add(ir.AttrInt64s(name, [*node.attribute(name), *[0] * saved]))
     if not scans:
         # Something must say how often.
         scans.append((body.inputs[count], node.input(count), axes[0], 0))
@@ -283,8 +290,14 @@ def _value_like(value: ir.Value, name: str) -> ir.Value:
     return ir.Value(name=name, type=value.type, shape=value.shape)
 
 
-def _save(node: Node, graph: ir.Graph, i: int, states: slice) -> ir.Value:
-    """Make a loop put out, for every iteration, the i-th input of its body."""
+def _save(
+    node: Node, graph: ir.Graph, i: int, states: slice, plain: Sequence[bool] | None = None
+) -> ir.Value:
+    """Make a loop put out, for every iteration, the i-th input of its body.
+
+    `states` says where the states are among the outputs of the body, `plain` which of the
+    scan outputs after them are stacked in the usual way.
+    """
     import onnx_ir as ir
 
     value = graph.inputs[i]
@@ -293,6 +306,8 @@ def _save(node: Node, graph: ir.Graph, i: int, states: slice) -> ir.Value:
     first = states.stop
     for place, output in enumerate(graph.outputs[first:], first):
         producer = output.producer()
+        if plain is not None and not all(plain[place - first : place - first + 1]):
+            continue
         if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is value:
             # A model that was built before saves it already.
             return node.output(place - states.start)
