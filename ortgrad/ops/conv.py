@@ -1,4 +1,4 @@
-"""The gradient of Conv."""
+"""The gradients of Conv and ConvTranspose."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.errors import NodeError
+from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
 from ortgrad.registry import Choice, Operand, Shape, operator
 
@@ -533,3 +534,70 @@ def _by_group(op: Ops, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
     channels = op.Div(op.Shape(value, start=1, end=2), [group])
     shape = op.Concat(op.Shape(value, start=0, end=1), [group], channels, positions, axis=0)
     return op.Reshape(value, shape, allowzero=1)
+
+
+@gradient("Conv")
+def _(node: Node) -> Slots:
+    return node.op.ConvGrad(
+        node.grad(0),
+        node.input(0),
+        node.input(1),
+        auto_pad=node.attribute("auto_pad"),
+        dilations=node.attribute("dilations"),
+        group=node.attribute("group"),
+        kernel_shape=node.attribute("kernel_shape"),
+        pads=node.attribute("pads"),
+        strides=node.attribute("strides"),
+        _outputs=3,
+    )
+
+
+@gradient("ConvTranspose")
+def _(node: Node) -> Slots:
+    """dX = Conv(dY, W); dW is that convolution's gradient towards W for the gradient X; dB = sum of dY"""
+    op, dy, w = node.op, node.grad(0), node.input(1)
+    axes = list(range(2, node.rank()))
+    pads = _transposed_pads(node)
+    spread = dy
+    if not isinstance(pads, list):
+        spread, pads = op.Pad(dy, pads, None, axes), None
+    same = {
+        "dilations": node.attribute("dilations"),
+        "group": node.attribute("group"),
+        "kernel_shape": node.attribute("kernel_shape"),
+        "pads": pads,
+        "strides": node.attribute("strides"),
+    }
+    _, dw, _ = op.ConvGrad(node.input(0), spread, w, **same, _outputs=3)
+    return op.Conv(spread, w, **same), dw, op.ReduceSum(dy, [0, *axes], keepdims=0)
+
+
+def _transposed_pads(node: Node) -> list[int] | ir.Value:
+    """The pads of ConvTranspose, computed at run time where they depend on a size that is not known."""
+    op, x, auto_pad = node.op, node.input(0), node.attribute("auto_pad")
+    rank = node.rank() - 2
+    output_shape = node.attribute("output_shape")
+    if not output_shape and not auto_pad.startswith("SAME"):
+        return list(node.attribute("pads") or [0] * (2 * rank))
+    kernel = node.attribute("kernel_shape") or _known_kernel(op, node.input(1))
+    strides = per_dimension("strides", node.attribute("strides"), rank)
+    dilations = per_dimension("dilations", node.attribute("dilations"), rank)
+    extra = node.attribute("output_padding") or [0] * rank
+    # The pads of an input of size 1, and how much they grow with each element more.
+    reach = [a + (k - 1) * d + 1 for a, k, d in zip(extra, kernel, dilations, strict=True)]
+    if output_shape:
+        first = [r - n for r, n in zip(reach, output_shape[-rank:], strict=True)]
+        growth = list(strides)
+    else:
+        first = [r - s for r, s in zip(reach, strides, strict=True)]
+        growth = [0] * rank
+    sizes = [n if isinstance(n, int) else None for n in list(x.shape)[2:]] if x.shape is not None else []
+    if any(growth) and None in sizes:
+        more = op.Mul(op.Sub(op.Shape(x, start=2), 1), growth)
+        total = op.Max(op.Add(more, first), 0)
+        small = op.Div(total, 2)
+        large = op.Sub(total, small)
+        return op.Concat(*((small, large) if auto_pad == "SAME_UPPER" else (large, small)), axis=0)
+    totals = [max(f + g * ((n or 1) - 1), 0) for f, g, n in zip(first, growth, sizes, strict=True)]
+    halves, rests = [t // 2 for t in totals], [t - t // 2 for t in totals]
+    return [*halves, *rests] if auto_pad == "SAME_UPPER" else [*rests, *halves]

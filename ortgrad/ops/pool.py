@@ -1,4 +1,4 @@
-"""Gradients of MaxPool and AveragePool, over any number of spatial dimensions."""
+"""Gradients of pools, over any number of spatial dimensions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import parallel
 from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
 from ortgrad.registry import Choice, Operand, Shape, operator
@@ -379,3 +380,107 @@ def _(
         # onnxruntime does not broadcast 1 to 0, so for an empty batch there is no matrix either.
         dx = op.MatMul(op.Slice(matrix, [0], op.Min(before, 1)), dx)
     return op.Reshape(dx, x_shape, allowzero=1) if rank > 1 else dx
+
+
+def _same_windows(node: Node) -> dict[str, Any]:
+    return {name: node.attribute(name) for name in _ATTRIBUTES}
+
+
+@gradient("MaxPool")
+def _(node: Node) -> Slots:
+    op, order = node.op, node.attribute("storage_order")
+    x_shape = op.shape(node.input(0))
+    return (
+        op.MaxPoolGrad(
+            node.grad(0), node.output(1), x_shape, storage_order=order or None, **_same_windows(node)
+        ),
+    )
+
+
+@gradient("AveragePool")
+def _(node: Node) -> Slots:
+    op, padding = node.op, node.attribute("count_include_pad")
+    x_shape = op.shape(node.input(0))
+    return (
+        op.AveragePoolGrad(node.grad(0), x_shape, count_include_pad=padding or None, **_same_windows(node)),
+    )
+
+
+@gradient("LpPool")
+def _(node: Node) -> Slots:
+    """dX = |X|^(p-1) sign(X) * (dY / Y^(p-1), summed over the windows that hold X)"""
+    op, x = node.op, node.input(0)
+    same = _same_windows(node)
+    share = _lp_share(node)
+    if node.attribute("ceil_mode"):
+        # Windows that reach behind the padding hold fewer elements than the kernel has: how many?
+        one = op.Expand(op.number(1.0, x), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
+        share = op.Mul(share, op.LpPool(one, p=1, **same))
+        summed = op.AveragePoolGrad(share, op.shape(x), **same)
+    else:
+        share = op.Mul(share, float(math.prod(same["kernel_shape"])))
+        summed = op.AveragePoolGrad(share, op.shape(x), count_include_pad=1, **same)
+    return (op.Mul(_lp_slope(node), summed),)
+
+
+@gradient("GlobalLpPool")
+def _(node: Node) -> Slots:
+    return (node.op.Mul(_lp_slope(node), _lp_share(node)),)
+
+
+def _lp_slope(node: Node) -> ir.Value:
+    """|X|^(p-1) sign(X)"""
+    op, x, p = node.op, node.input(0), node.attribute("p")
+    if p == 1:
+        return op.Sign(x)
+    if p == 2:
+        return x
+    power = op.Pow(x, float(p - 1))
+    return power if p % 2 == 0 else op.Mul(power, op.Sign(x))
+
+
+def _lp_share(node: Node) -> ir.Value:
+    """dY / Y^(p-1), 0 where Y is 0"""
+    op, dy, y, p = node.op, node.grad(0), node.output(0), node.attribute("p")
+    if p == 1:
+        return dy
+    # The inner Where keeps NaN out of second derivatives.
+    origin = op.Equal(y, 0.0)
+    norm = op.Where(origin, 1.0, y)
+    return op.Where(origin, 0.0, op.Div(dy, norm if p == 2 else op.Pow(norm, float(p - 1))))
+
+
+@gradient("GlobalAveragePool")
+def _(node: Node) -> Slots:
+    op, x = node.op, node.input(0)
+    count = op.CastLike(op.ReduceProd(op.Shape(x, start=2), keepdims=0), node.grad(0))
+    return (op.Expand(op.Div(node.grad(0), count), op.shape(x)),)
+
+
+@gradient("GlobalMaxPool")
+def _(node: Node) -> Slots:
+    """dX = dY at the first maximum, as in PyTorch's adaptive_max_pool"""
+    op, x = node.op, node.input(0)
+    flat = op.Reshape(x, [0, 0, -1])
+    first = op.ArgMax(flat, axis=2, keepdims=1)
+    positions = op.Range(0, op.Squeeze(op.Shape(flat, start=2)), 1)
+    dy = op.Reshape(node.grad(0), [0, 0, 1])
+    return (op.Reshape(op.Where(op.Equal(positions, first), dy, 0.0), op.shape(x), allowzero=1),)
+
+
+@gradient("MaxUnpool")
+def _(node: Node) -> Slots:
+    """dX = dY[I]"""
+    op, indices = node.op, node.input(1)
+    rank = len(node.attribute("kernel_shape"))
+    kernel = per_dimension("kernel_shape", node.attribute("kernel_shape"), rank)
+    strides = per_dimension("strides", node.attribute("strides"), rank)
+    dx = op.Gather(op.Reshape(node.grad(0), [-1]), indices)
+    if all(k <= s for k, s in zip(kernel, strides, strict=True)):
+        return (dx,)
+    # Windows overlap, so an index may occur several times; the last one has written Y.
+    flat = op.Reshape(indices, [-1])
+    numbers = op.Range(0, op.Size(indices), 1)
+    empty = op.Expand(0, op.Reshape(op.Size(node.output(0)), [1]))
+    last = op.Gather(op.ScatterElements(empty, flat, numbers, axis=0), indices)
+    return (op.Where(op.Equal(last, op.Reshape(numbers, op.Shape(indices))), dx, 0.0),)
