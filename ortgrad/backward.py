@@ -84,6 +84,8 @@ class BackwardPass:
     ) -> None:
         self.op = op
         self.failures: list[Failure] = []
+        # What was recorded for each node that was visited, in the order of the visits.
+        self.visits: list[tuple[ir.Node, list[ir.Node]]] = []
         self._nodes = nodes
         self._active = active_values(nodes, targets)
         self._outside = set(outside)
@@ -104,8 +106,8 @@ class BackwardPass:
             rule = find_rule(node.op_type, node.domain)
             if rule is not None and rule.function is None:
                 continue
-            outputs = list(node.outputs)
-            self.op.prefix = f"{outputs[0].name}_grad/"
+            outputs, recorded = list(node.outputs), len(self.op.nodes)
+            self.op.prefix = f"{next(value.name for value in outputs if value.name)}_grad/"
             try:
                 self._visit(node, [self.total(value) for value in outputs])
             except (UnsupportedError, NodeError) as error:
@@ -114,6 +116,7 @@ class BackwardPass:
                 for value in dependencies(node):
                     if value in self._active:
                         self.seed(value, self.op.full_like(value, 0.0))
+            self.visits.append((node, list(self.op.nodes[recorded:])))
 
     def total(self, value: ir.Value) -> ir.Value | None:
         """The gradient of a value, all contributions added up; None if there are none."""
