@@ -1,19 +1,28 @@
-"""The activations of recurrent operators, and their derivatives."""
+"""What GRU, LSTM and RNN share: activations and their derivatives, reading and checking inputs, the loop.
+
+Rows of the batch run through the steps in place: one that is over at a step hands its state (or its
+gradient) on, so the reverse direction starts at each row's own end without moving any data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ortgrad.errors import NodeError
+from ortgrad.registry import DOMAIN, Choice, Operand, Shape
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.bodies import Ops
+    from ortgrad.gradient import Node
+
+C = TypeVar("C", bound="Cell")
+V = TypeVar("V", "ir.Value", "ir.Value | None")
 
 
 @dataclass(frozen=True)
@@ -212,3 +221,424 @@ def parse_activations(
             )
         result.append(Activation(name, **values))
     return [tuple(result[i : i + len(default)]) for i in range(0, len(result), len(default))]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the attributes of a recurrent operator say; an operator adds its own to it."""
+
+    reverse: tuple[bool, ...]  # one per direction
+    activations: list[tuple[Activation, ...]]
+    clip: float | None
+    hidden_size: int | None
+    batch_first: bool
+
+    @classmethod
+    def parse(
+        cls: type[C],
+        default: Sequence[str],
+        *,
+        activations: Sequence[str] | None,
+        activation_alpha: Sequence[float] | None,
+        activation_beta: Sequence[float] | None,
+        clip: float | None,
+        direction: str,
+        hidden_size: int | None,
+        layout: int,
+        gradient: bool,
+        **own: int,
+    ) -> C:
+        """`default` are the activations of one direction."""
+        if clip is not None and not clip > 0:
+            raise NodeError(f"clip is {clip}; it must be positive")
+        if layout not in (0, 1):
+            raise NodeError(f"layout is {layout}; it must be 0 or 1")
+        reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
+        functions = parse_activations(
+            activations, activation_alpha, activation_beta, default, len(reverse), gradient=gradient
+        )
+        return cls(reverse, functions, clip, hidden_size, layout == 1, **own)
+
+    def time_first(self, name: str, array: np.ndarray, **sizes: int) -> np.ndarray:
+        """Check the shape and bring the array into the order of `sizes`, which is that of layout 0."""
+        if not self.batch_first:
+            require_shape(name, array, **sizes)
+            return array
+        place = list(sizes).index("batch")
+        require_shape(name, array, **{"batch": sizes["batch"], **sizes})
+        return np.ascontiguousarray(np.moveaxis(array, 0, place))
+
+    def as_asked(self, array: np.ndarray, batch: int) -> np.ndarray:
+        """From the order of layout 0, where the batch is that axis, into the order of the node's layout."""
+        return np.moveaxis(array, batch, 0) if self.batch_first else array
+
+    def onnx_time_first(self, op: Ops, value: V, batch: int) -> V:
+        """A tensor, if there is one, in the order of layout 0; it has one axis after the batch there."""
+        if value is None or not self.batch_first:
+            return value
+        return op.Transpose(value, perm=[*range(1, batch + 1), 0, batch + 1])
+
+    def onnx_as_asked(self, op: Ops, value: ir.Value, batch: int) -> ir.Value:
+        """The way back."""
+        order = [batch, *range(batch), batch + 1]
+        return op.Transpose(value, perm=order) if self.batch_first else value
+
+
+ATTRIBUTES = {
+    "activations": list[str],
+    "activation_alpha": list[float],
+    "activation_beta": list[float],
+    "clip": float,
+    "direction": Choice("forward", "reverse", "bidirectional"),
+    "hidden_size": int,
+    "layout": 0,
+}
+
+
+def attributes_of(node: Node, *own: str) -> dict[str, Any]:
+    """The attributes of a forward node, those of its own kind named."""
+    found = {name: node.attribute(name) for name in (*ATTRIBUTES, *own)}
+    if "activations" not in node.node.attributes:
+        # RNN's schema has a default that is too long for one direction.
+        found["activations"] = None
+    return found
+
+
+def become(node: Node, op_type: str) -> None:
+    """Put the operator that saves what the gradient needs in the place of the forward node.
+
+    It begins with the same outputs, so who reads them does not notice.
+    """
+    node.node.domain, node.node.op_type, node.node.version = DOMAIN, op_type, None
+
+
+def sizes(x: Operand | None, r: Operand | None, **attributes: Any) -> tuple[Any, ...]:
+    """Steps, directions, batch and hidden size, None where unknown."""
+    steps, batch = x.shape[:2] if x and x.shape and len(x.shape) == 3 else (None, None)
+    if attributes["layout"]:
+        steps, batch = batch, steps
+    hidden = attributes["hidden_size"] or (r.shape[-1] if r and r.shape else None)
+    return steps, 2 if attributes["direction"] == "bidirectional" else 1, batch, hidden
+
+
+def times(factor: int, size: Any) -> int | None:
+    return factor * size if isinstance(size, int) else None
+
+
+def output_shapes(x: Operand | None, r: Operand | None, **attributes: Any) -> tuple[Shape, Shape]:
+    """The shapes of all states and of a final state, up to the hidden size that ends both."""
+    steps, directions, batch, _ = sizes(x, r, **attributes)
+    if attributes["layout"]:
+        return (batch, steps, directions), (batch, directions)
+    return (steps, directions, batch), (directions, batch)
+
+
+def require_shape(name: str, array: np.ndarray | None, **sizes: int) -> None:
+    """Raise unless the array, if there is one, has these sizes."""
+    if array is not None and array.shape != tuple(sizes.values()):
+        raise ValueError(
+            f"{name} has shape {list(array.shape)}; "
+            f"[{', '.join(sizes)}] is {list(sizes.values())} for the shapes of X and R and these attributes"
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What recurrent operators read, checked, in the order of layout 0."""
+
+    x: np.ndarray  # [steps, batch, inputs]
+    w: np.ndarray  # [directions, gates * hidden, inputs]
+    r: np.ndarray  # [directions, gates * hidden, hidden]
+    b: np.ndarray | None  # [directions, 2 * gates * hidden]
+    h0: np.ndarray  # [directions, batch, hidden]
+    lengths: np.ndarray  # [batch]
+    padding: np.ndarray | None  # [steps, batch], true where a row is over; None if that is nowhere
+
+    @classmethod
+    def check(
+        cls,
+        cell: Cell,
+        gates: int,
+        x: np.ndarray,
+        w: np.ndarray,
+        r: np.ndarray,
+        b: np.ndarray | None,
+        sl: np.ndarray | None,
+        h0: np.ndarray | None,
+    ) -> Inputs:
+        for name, array in (("X", x), ("W", w), ("R", r)):
+            if array.ndim != 3:
+                raise ValueError(f"{name} must have 3 dimensions; it has shape {list(array.shape)}")
+        steps, batch, inputs = (x.swapaxes(0, 1) if cell.batch_first else x).shape
+        directions, hidden = len(cell.reverse), r.shape[2]
+        if cell.hidden_size not in (None, hidden):
+            raise ValueError(f"hidden_size is {cell.hidden_size}, but R has shape {list(r.shape)}")
+        x = cell.time_first("X", x, steps=steps, batch=batch, inputs=inputs)
+        require_shape("R", r, directions=directions, gates=gates * hidden, hidden=hidden)
+        require_shape("W", w, directions=directions, gates=gates * hidden, inputs=inputs)
+        require_shape("B", b, directions=directions, biases=2 * gates * hidden)
+        if h0 is None:
+            h0 = np.zeros((directions, batch, hidden), x.dtype)
+        else:
+            h0 = cell.time_first("H0", h0, directions=directions, batch=batch, hidden=hidden)
+        if sl is None:
+            return cls(x, w, r, b, h0, np.full(batch, steps), None)
+        require_shape("SL", sl, batch=batch)
+        if ((sl < 0) | (sl > steps)).any():
+            raise ValueError(f"the lengths SL must be from 0 to {steps}; they are {sl.tolist()}")
+        padding = np.arange(steps)[:, None] >= sl
+        return cls(x, w, r, b, h0, sl, padding if padding.any() else None)
+
+    def weighted(
+        self, direction: int, block: slice = slice(None), recurrent_biases: int | None = None
+    ) -> np.ndarray:
+        """X W^T and the biases, of the recurrent ones so many: [steps, batch, gates * hidden]."""
+        x = self.x[block]
+        steps, batch, inputs = x.shape
+        result = x.reshape(steps * batch, inputs) @ self.w[direction].T
+        if self.b is not None:
+            bias, recurrent = np.split(self.b[direction], 2)
+            result += bias
+            result[:, :recurrent_biases] += recurrent[:recurrent_biases]
+        return result.reshape(steps, batch, result.shape[1])
+
+    def previous(self, states: np.ndarray, first: np.ndarray, reverse: bool) -> np.ndarray:
+        """The state that each step starts from, zero where a row is over: [steps, batch, hidden]."""
+        result = np.empty_like(states)
+        if not len(result):
+            return result
+        if reverse:
+            result[:-1] = states[1:]
+            result[-1] = first
+            if self.padding is not None:
+                rows = np.flatnonzero(self.lengths)
+                result[self.lengths[rows] - 1, rows] = first[rows]
+        else:
+            result[1:] = states[:-1]
+            result[0] = first
+        if self.padding is not None:
+            result[self.padding] = 0
+        return result
+
+    def initial_gradient(self, cell: Cell, name: str, given: np.ndarray | None) -> np.ndarray:
+        """The gradient of a final state, to go back from: [directions, batch, hidden]."""
+        if given is None:
+            return np.zeros_like(self.h0)
+        directions, batch, hidden = self.h0.shape
+        given = cell.time_first(name, given, directions=directions, batch=batch, hidden=hidden)
+        # An empty row's final state is zero whatever comes in.
+        given[:, self.lengths == 0] = 0
+        return given
+
+
+# How many states a gradient prepares at once.
+_BLOCK = 1 << 15
+
+
+def blocks(reverse: bool, steps: int, size: int) -> list[slice]:
+    """The steps in pieces that fit the cache, in the order in which the gradient goes through them."""
+    count = max(1, _BLOCK // max(1, size))
+    result = [slice(start, min(start + count, steps)) for start in range(0, steps, count)]
+    return result if reverse else result[::-1]
+
+
+def stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """Put the directions together along a new axis."""
+    return np.expand_dims(arrays[0], axis) if len(arrays) == 1 else np.stack(arrays, axis)
+
+
+# To the end, for Slice.
+_END = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Values:
+    """What one direction of a recurrent operator reads, in the order of layout 0."""
+
+    reverse: bool
+    activations: tuple[Activation, ...]
+    x: ir.Value  # [steps, batch, inputs]
+    w: ir.Value  # [gates * hidden, inputs]
+    r: ir.Value  # [gates * hidden, hidden]
+    biases: tuple[ir.Value, ir.Value] | None  # [gates * hidden] both
+    h0: ir.Value  # [batch, hidden]
+    steps: ir.Value  # (steps)
+    state: ir.Value  # (batch, hidden)
+    hidden: ir.Value  # (hidden)
+    lengths: ir.Value | None  # [batch]
+    valid: ir.Value | None  # [steps, batch, 1]
+
+    @classmethod
+    def read(
+        cls,
+        op: Ops,
+        cell: Cell,
+        gates: int,
+        x: ir.Value,
+        w: ir.Value,
+        r: ir.Value,
+        b: ir.Value | None,
+        sl: ir.Value | None,
+        h0: ir.Value | None,
+    ) -> list[Values]:
+        # The Reshapes move nothing; they refuse what would be broadcast by mistake.
+        import onnx_ir as ir
+
+        x = cell.onnx_time_first(op, x, 1)
+        count = len(cell.reverse)
+        steps, batch = (op.Slice(op.shape(x), [i], [i + 1]) for i in (0, 1))
+        hidden = op.Slice(op.shape(r), [2], [3])
+        if cell.hidden_size is not None:
+            hidden = op.constant(np.array([cell.hidden_size]))
+        state = op.Concat(batch, hidden, axis=0)
+        lengths = valid = None
+        if sl is not None:
+            end = op.Add(op.Squeeze(steps, [0]), 1)
+            lengths = op.Reshape(op.Cast(sl, to=ir.DataType.INT64), batch)
+            # Gather refuses an index that is too large, and a length with it.
+            index = op.Where(op.Less(lengths, 0), end, lengths)
+            lengths = op.Gather(op.Range(0, end, 1), index)
+            valid = op.Unsqueeze(op.Less(op.Unsqueeze(op.Range(0, op.Sub(end, 1), 1), [1]), lengths), [2])
+        result = []
+        for d, first in enumerate(initial_states(op, cell, h0, x, state)):
+            biases = None
+            if b is not None:
+                half = op.Mul(hidden, [gates])
+                biases = op.Split(pick(op, b, d, count), op.Concat(half, half, axis=0), axis=0, _outputs=2)
+            result.append(
+                cls(
+                    cell.reverse[d],
+                    cell.activations[d],
+                    x,
+                    pick(op, w, d, count),
+                    pick(op, r, d, count),
+                    biases,
+                    first,
+                    steps,
+                    state,
+                    hidden,
+                    lengths,
+                    valid,
+                )
+            )
+        return result
+
+    def weighted(self, op: Ops, bias: ir.Value | None) -> ir.Value:
+        """X W^T and a bias, for all steps: [steps, batch, gates * hidden]."""
+        result = op.MatMul(self.x, op.Transpose(self.w, perm=[1, 0]))
+        return result if bias is None else op.Add(result, bias)
+
+    def bias(self, op: Ops) -> ir.Value | None:
+        """The sum of both biases."""
+        return None if self.biases is None else op.Add(*self.biases)
+
+    def split(self, op: Ops, value: ir.Value, parts: Sequence[int], axis: int) -> Sequence[ir.Value]:
+        """Pieces of so many gates along an axis."""
+        sizes = op.Concat(*(op.Mul(self.hidden, [count]) for count in parts), axis=0)
+        return op.Split(value, sizes, axis=axis, _outputs=len(parts))
+
+    def keep_valid(self, op: Ops, value: ir.Value) -> ir.Value:
+        """Zero where a row is over."""
+        return value if self.valid is None else op.Where(self.valid, value, 0.0)
+
+    def keep_begun(self, op: Ops, value: ir.Value) -> ir.Value:
+        """Zero [batch, hidden] where a row is empty; onnxruntime's final state is so."""
+        if self.lengths is None:
+            return value
+        return op.Where(op.Unsqueeze(op.Greater(self.lengths, 0), [1]), value, 0.0)
+
+    def previous(self, op: Ops, states: ir.Value, initial: ir.Value) -> ir.Value:
+        """The state that each step starts from, zero where a row is over: [steps, batch, hidden]."""
+        first = op.Unsqueeze(initial, [0])
+        if not self.reverse:
+            return self.keep_valid(op, op.Concat(first, op.Slice(states, [0], [-1], [0]), axis=0))
+        previous = op.Concat(op.Slice(states, [1], [_END], [0]), first, axis=0)
+        if self.lengths is None:
+            return previous
+        steps = op.Range(1, op.Add(op.Squeeze(self.steps, [0]), 1), 1)
+        begins = op.Equal(op.Unsqueeze(steps, [1, 2]), op.Unsqueeze(self.lengths, [1]))
+        return self.keep_valid(op, op.Where(begins, first, previous))
+
+    def sequence(self, op: Ops, cell: Cell, value: V, d: int, gates: int = 1) -> V:
+        """One direction of a tensor [steps, directions, batch, gates * hidden], if there is one."""
+        if value is None:
+            return value
+        shape = op.Concat(self.steps, op.Mul(self.state, [1, gates]), axis=0)
+        return op.Reshape(pick(op, cell.onnx_time_first(op, value, 2), d, len(cell.reverse), 1), shape)
+
+    def initial_gradient(self, op: Ops, cell: Cell, given: ir.Value | None, d: int) -> ir.Value:
+        """The gradient of a final state, to go back from."""
+        if given is None:
+            return op.full_like(self.h0, 0.0)
+        picked = pick(op, cell.onnx_time_first(op, given, 1), d, len(cell.reverse))
+        return self.keep_begun(op, op.Reshape(picked, self.state))
+
+
+def initial_states(
+    op: Ops, cell: Cell, given: ir.Value | None, x: ir.Value, state: ir.Value
+) -> list[ir.Value]:
+    """The initial state [batch, hidden] of each direction, whose shape is `state`."""
+    count = len(cell.reverse)
+    if given is None:
+        return [op.Expand(op.number(0.0, x), state)] * count
+    given = cell.onnx_time_first(op, given, 1)
+    return [op.Reshape(pick(op, given, d, count), state) for d in range(count)]
+
+
+def pick(op: Ops, value: ir.Value, index: int, count: int, axis: int = 0) -> ir.Value:
+    """One direction of a tensor that has the directions along an axis."""
+    if count == 1:
+        return op.Squeeze(value, [axis])
+    return op.Squeeze(op.Split(value, axis=axis, num_outputs=count, _outputs=count)[index], [axis])
+
+
+def join(op: Ops, values: Sequence[ir.Value], axis: int = 0) -> ir.Value:
+    """Put the directions together along a new axis."""
+    parts = [op.Unsqueeze(value, [axis]) for value in values]
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
+
+
+def scan(
+    op: Ops,
+    reverse: bool,
+    states: Sequence[ir.Value],
+    sequences: Sequence[ir.Value],
+    step: Callable[..., Sequence[ir.Value]],
+) -> Sequence[ir.Value]:
+    """Run `step(op, *states, *elements)` over the first axis; the last states and what else it makes."""
+    import onnx_ir as ir
+
+    name = "reverse" if reverse else "forward"
+    inputs = [
+        ir.Value(name=f"{op.prefix}{name}/input_{i}", type=value.type)
+        for i, value in enumerate([*states, *sequences])
+    ]
+    body = op.subgraph(name, inputs, step)
+    made = len(body.outputs) - len(states)
+    return op.Scan(
+        *states,
+        *sequences,
+        body=body,
+        num_scan_inputs=len(sequences),
+        scan_input_directions=[int(reverse)] * len(sequences),
+        scan_output_directions=[int(reverse)] * made,
+        _outputs=len(body.outputs),
+    )
+
+
+def clipper(op: Ops, cell: Cell, like: ir.Value) -> Callable[[Ops, ir.Value], ir.Value]:
+    """A function that limits what goes into an activation."""
+    if cell.clip is None:
+        return lambda op, value: value
+    low, high = op.number(-cell.clip, like), op.number(cell.clip, like)
+    return lambda op, value: op.Clip(value, low, high)
+
+
+def within_clip(op: Ops, cell: Cell, a: ir.Value, slope: ir.Value) -> ir.Value:
+    """The slope, zero where `a` is cut off on the way into the activation."""
+    return op.Where(op.LessOrEqual(op.Abs(a), float(cell.clip or 0)), slope, 0.0)
+
+
+def outer(op: Ops, left: ir.Value, right: ir.Value) -> ir.Value:
+    """left^T right, summed over steps and batch."""
+    return op.Gemm(op.Flatten(left, axis=2), op.Flatten(right, axis=2), transA=1)

@@ -1,20 +1,33 @@
-"""The GRU that keeps its gates for the gradient, and its gradient.
-
-Both run through the steps in place: a row of the batch that is over at a step hands its state (or its
-gradient) on, so the reverse direction starts at each row's own end without moving any data.
-"""
+"""The GRU that keeps its gates for the gradient, its gradient, and the rule that uses them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.errors import NodeError
-from ortgrad.recurrent import Activation, parse_activations
-from ortgrad.registry import Choice, Operand, Shape, operator
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.recurrent import (
+    ATTRIBUTES,
+    Cell,
+    Inputs,
+    Values,
+    attributes_of,
+    become,
+    blocks,
+    clipper,
+    join,
+    outer,
+    output_shapes,
+    scan,
+    sizes,
+    stack,
+    times,
+    within_clip,
+)
+from ortgrad.registry import Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,182 +36,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Cell:
-    """What the attributes say."""
-
-    reverse: tuple[bool, ...]  # one per direction
-    activations: list[tuple[Activation, ...]]
-    clip: float | None
-    hidden_size: int | None
-    batch_first: bool
-    linear_before_reset: bool
+class _Cell(Cell):
+    linear_before_reset: int
 
     @classmethod
-    def parse(
-        cls,
-        *,
-        activations: Sequence[str] | None,
-        activation_alpha: Sequence[float] | None,
-        activation_beta: Sequence[float] | None,
-        clip: float | None,
-        direction: str,
-        hidden_size: int | None,
-        layout: int,
-        linear_before_reset: int,
-        gradient: bool,
-    ) -> _Cell:
-        if clip is not None and not clip > 0:
-            raise NodeError(f"clip is {clip}; it must be positive")
-        if layout not in (0, 1):
-            raise NodeError(f"layout is {layout}; it must be 0 or 1")
-        reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
-        functions = parse_activations(
-            activations,
-            activation_alpha,
-            activation_beta,
-            ["Sigmoid", "Tanh"],
-            len(reverse),
-            gradient=gradient,
-        )
-        return cls(reverse, functions, clip, hidden_size, layout == 1, linear_before_reset != 0)
+    def read(cls, *, gradient: bool, **attributes: Any) -> _Cell:
+        return cls.parse(["Sigmoid", "Tanh"], gradient=gradient, **attributes)
 
-    def time_first(self, name: str, array: np.ndarray, **sizes: int) -> np.ndarray:
-        """Check the shape and bring the array into the order of `sizes`, which is that of layout 0."""
-        if not self.batch_first:
-            _require_shape(name, array, **sizes)
-            return array
-        place = list(sizes).index("batch")
-        _require_shape(name, array, **{"batch": sizes["batch"], **sizes})
-        return np.ascontiguousarray(np.moveaxis(array, 0, place))
-
-    def as_asked(self, array: np.ndarray, batch: int) -> np.ndarray:
-        """From the order of layout 0, where the batch is that axis, into the order of the node's layout."""
-        return np.moveaxis(array, batch, 0) if self.batch_first else array
-
-    def onnx_as_asked(self, op: Ops, value: ir.Value, batch: int) -> ir.Value:
-        """The same in standard ONNX operators, for a tensor that has one axis after the batch."""
-        order = [batch, *range(batch), batch + 1]
-        return op.Transpose(value, perm=order) if self.batch_first else value
+    def recurrent_biases(self, hidden: int) -> int | None:
+        """How many of the recurrent biases are added to X W^T; Rbh may have to wait for the reset gate."""
+        return 2 * hidden if self.linear_before_reset else None
 
 
-# How many states the gradient prepares at once.
-_BLOCK = 1 << 15
-# To the end, for Slice.
-_END = np.iinfo(np.int64).max
+# The gates z and r have an activation of their own.
+_ZR_H = (2, 1)
 
-_ATTRIBUTES = {
-    "activations": list[str],
-    "activation_alpha": list[float],
-    "activation_beta": list[float],
-    "clip": float,
-    "direction": Choice("forward", "reverse", "bidirectional"),
-    "hidden_size": int,
-    "layout": 0,
-    "linear_before_reset": 0,
-}
-
-
-def _sizes(
-    x: Operand | None, r: Operand | None, direction: str, hidden_size: int | None, layout: int
-) -> tuple[Any, ...]:
-    """Steps, directions, batch and hidden size, None where unknown."""
-    steps, batch = x.shape[:2] if x and x.shape and len(x.shape) == 3 else (None, None)
-    if layout:
-        steps, batch = batch, steps
-    hidden = hidden_size or (r.shape[-1] if r and r.shape else None)
-    return steps, 2 if direction == "bidirectional" else 1, batch, hidden
-
-
-def _times(factor: int, size: Any) -> int | None:
-    return factor * size if isinstance(size, int) else None
+_ATTRIBUTES = {**ATTRIBUTES, "linear_before_reset": 0}
 
 
 def _training_shapes(*operands: Operand | None, **attributes: Any) -> Sequence[Shape | None]:
-    layout = attributes["layout"]
-    steps, directions, batch, hidden = _sizes(
-        operands[0], operands[2], attributes["direction"], attributes["hidden_size"], layout
-    )
-    sequence = (batch, steps, directions) if layout else (steps, directions, batch)
-    final = (batch, directions, hidden) if layout else (directions, batch, hidden)
-    return [(*sequence, hidden), final, (*sequence, _times(3, hidden))]
+    x, r = operands[0], operands[2]
+    all_, final = output_shapes(x, r, **attributes)
+    hidden = sizes(x, r, **attributes)[-1]
+    return [(*all_, hidden), (*final, hidden), (*all_, times(3, hidden))]
 
 
 def _gradient_shapes(*operands: Operand | None, **attributes: Any) -> Sequence[Shape | None]:
-    layout = attributes["layout"]
-    _, directions, batch, hidden = _sizes(
-        operands[0], operands[2], attributes["direction"], attributes["hidden_size"], layout
-    )
-    state = (batch, directions, hidden) if layout else (directions, batch, hidden)
-    x, w, r = (None if o is None else o.shape for o in operands[:3])
-    return [x, w, r, (directions, _times(6, hidden)), state]
-
-
-def _require_shape(name: str, array: np.ndarray | None, **sizes: int) -> None:
-    if array is not None and array.shape != tuple(sizes.values()):
-        raise ValueError(
-            f"{name} has shape {list(array.shape)}; "
-            f"[{', '.join(sizes)}] is {list(sizes.values())} for the shapes of X and R and these attributes"
-        )
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What both operators read, checked, in the order of layout 0."""
-
-    x: np.ndarray  # [steps, batch, inputs]
-    w: np.ndarray  # [directions, 3 hidden, inputs]
-    r: np.ndarray  # [directions, 3 hidden, hidden]
-    b: np.ndarray | None  # [directions, 6 hidden]
-    h0: np.ndarray  # [directions, batch, hidden]
-    lengths: np.ndarray  # [batch]
-    padding: np.ndarray | None  # [steps, batch], true where a row is over; None if that is nowhere
-
-    @classmethod
-    def check(
-        cls,
-        cell: _Cell,
-        x: np.ndarray,
-        w: np.ndarray,
-        r: np.ndarray,
-        b: np.ndarray | None,
-        sl: np.ndarray | None,
-        h0: np.ndarray | None,
-    ) -> _Inputs:
-        for name, array in (("X", x), ("W", w), ("R", r)):
-            if array.ndim != 3:
-                raise ValueError(f"{name} must have 3 dimensions; it has shape {list(array.shape)}")
-        steps, batch, inputs = (x.swapaxes(0, 1) if cell.batch_first else x).shape
-        directions, hidden = len(cell.reverse), r.shape[2]
-        if cell.hidden_size not in (None, hidden):
-            raise ValueError(f"hidden_size is {cell.hidden_size}, but R has shape {list(r.shape)}")
-        x = cell.time_first("X", x, steps=steps, batch=batch, inputs=inputs)
-        _require_shape("R", r, directions=directions, gates=3 * hidden, hidden=hidden)
-        _require_shape("W", w, directions=directions, gates=3 * hidden, inputs=inputs)
-        if b is not None:
-            _require_shape("B", b, directions=directions, biases=6 * hidden)
-        if h0 is None:
-            h0 = np.zeros((directions, batch, hidden), x.dtype)
-        else:
-            h0 = cell.time_first("H0", h0, directions=directions, batch=batch, hidden=hidden)
-        if sl is None:
-            return cls(x, w, r, b, h0, np.full(batch, steps), None)
-        _require_shape("SL", sl, batch=batch)
-        if ((sl < 0) | (sl > steps)).any():
-            raise ValueError(f"the lengths SL must be from 0 to {steps}; they are {sl.tolist()}")
-        padding = np.arange(steps)[:, None] >= sl
-        return cls(x, w, r, b, h0, sl, padding if padding.any() else None)
-
-    def weighted(self, direction: int, linear_before_reset: bool, block: slice = slice(None)) -> np.ndarray:
-        """X W^T and the biases that are added to it, for some steps: [steps, batch, 3 hidden]."""
-        x = self.x[block]
-        steps, batch, inputs = x.shape
-        result = x.reshape(steps * batch, inputs) @ self.w[direction].T
-        if self.b is not None:
-            bias, recurrent = np.split(self.b[direction], 2)
-            result += bias
-            count = 2 * self.r.shape[2] if linear_before_reset else None
-            result[:, :count] += recurrent[:count]
-        return result.reshape(steps, batch, result.shape[1])
+    x, w, r = operands[:3]
+    _, directions, _, hidden = sizes(x, r, **attributes)
+    _, final = output_shapes(x, r, **attributes)
+    same = [None if o is None else o.shape for o in (x, w, r)]
+    return [*same, (directions, times(6, hidden)), (*final, hidden)]
 
 
 @operator(
@@ -221,26 +89,23 @@ def gru_training(
     **attributes: Any,
 ) -> tuple[np.ndarray | None, ...]:
     """HAll = Y, HFinal = Y_h of ONNX's GRU, ZRH = its gates after the activations"""
-    cell = _Cell.parse(**attributes, gradient=False)
-    inputs = _Inputs.check(cell, x, w, r, b, sl, h0)
+    cell = _Cell.read(**attributes, gradient=False)
+    inputs = Inputs.check(cell, 3, x, w, r, b, sl, h0)
     states, finals, gates = zip(*(_forward(cell, inputs, d) for d in range(len(cell.reverse))), strict=True)
     return (
-        cell.as_asked(_stack(states, 1), 2) if wanted[0] else None,
-        cell.as_asked(_stack(finals, 0), 1) if wanted[1] else None,
-        cell.as_asked(_stack(gates, 1), 2) if wanted[2] else None,
+        cell.as_asked(stack(states, 1), 2) if wanted[0] else None,
+        cell.as_asked(stack(finals, 0), 1) if wanted[1] else None,
+        cell.as_asked(stack(gates, 1), 2) if wanted[2] else None,
     )
 
 
-def _stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    return np.expand_dims(arrays[0], axis) if len(arrays) == 1 else np.stack(arrays, axis)
-
-
-def _forward(cell: _Cell, inputs: _Inputs, direction: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _forward(cell: _Cell, inputs: Inputs, direction: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """States [steps, batch, hidden], final state [batch, hidden] and gates [steps, batch, 3 hidden]."""
     gate_function, state_function = cell.activations[direction]
     clip, padding = cell.clip, inputs.padding
-    gates = inputs.weighted(direction, cell.linear_before_reset)
-    steps, batch, hidden = *gates.shape[:2], inputs.r.shape[2]
+    hidden = inputs.r.shape[2]
+    gates = inputs.weighted(direction, recurrent_biases=cell.recurrent_biases(hidden))
+    steps, batch = gates.shape[:2]
     r_zr, r_h = (np.ascontiguousarray(m.T) for m in np.split(inputs.r[direction], [2 * hidden]))
     states = np.empty((steps, batch, hidden), gates.dtype)
     from_zr, from_h, reset = (np.empty((batch, n), gates.dtype) for n in (2 * hidden, hidden, hidden))
@@ -294,165 +159,30 @@ def _(
     wanted: Sequence[bool],
     **attributes: Any,
 ) -> Sequence[ir.Value | None]:
-    cell = _Cell.parse(**attributes, gradient=False)
-    values = _Values.read(op, cell, x, w, r, b, sl, h0)
+    cell = _Cell.read(**attributes, gradient=False)
+    values = Values.read(op, cell, 3, x, w, r, b, sl, h0)
     states, finals, gates = zip(*(_scan_forward(op, cell, v) for v in values), strict=True)
     return (
-        cell.onnx_as_asked(op, _join(op, states, 1), 2) if wanted[0] else None,
-        cell.onnx_as_asked(op, _join(op, finals), 1) if wanted[1] else None,
-        cell.onnx_as_asked(op, _join(op, gates, 1), 2) if wanted[2] else None,
+        cell.onnx_as_asked(op, join(op, states, 1), 2) if wanted[0] else None,
+        cell.onnx_as_asked(op, join(op, finals), 1) if wanted[1] else None,
+        cell.onnx_as_asked(op, join(op, gates, 1), 2) if wanted[2] else None,
     )
 
 
-@dataclass(frozen=True)
-class _Values:
-    """What one direction reads, in the order of layout 0."""
-
-    reverse: bool
-    activations: tuple[Activation, ...]
-    x: ir.Value  # [steps, batch, inputs]
-    w: ir.Value  # [3 hidden, inputs]
-    r: ir.Value  # [3 hidden, hidden]
-    bias: ir.Value | None  # [3 hidden], what is added to X W^T
-    recurrent_bias: ir.Value | None  # [hidden], Rbh if it is not in `bias`
-    h0: ir.Value  # [batch, hidden]
-    steps: ir.Value  # (steps)
-    state: ir.Value  # (batch, hidden)
-    zr_h: ir.Value  # the sizes (2 hidden, hidden) for Split
-    lengths: ir.Value | None  # [batch]
-    valid: ir.Value | None  # [steps, batch, 1]
-
-    @classmethod
-    def read(
-        cls,
-        op: Ops,
-        cell: _Cell,
-        x: ir.Value,
-        w: ir.Value,
-        r: ir.Value,
-        b: ir.Value | None,
-        sl: ir.Value | None,
-        h0: ir.Value | None,
-    ) -> list[_Values]:
-        # The Reshapes move nothing; they refuse what would be broadcast by mistake.
-        import onnx_ir as ir
-
-        if cell.batch_first:
-            x = op.Transpose(x, perm=[1, 0, 2])
-            h0 = None if h0 is None else op.Transpose(h0, perm=[1, 0, 2])
-        count = len(cell.reverse)
-        steps, batch = (op.Slice(op.shape(x), [i], [i + 1]) for i in (0, 1))
-        hidden = op.Slice(op.shape(r), [2], [3])
-        if cell.hidden_size is not None:
-            hidden = op.constant(np.array([cell.hidden_size]))
-        zr_h = op.Concat(op.Mul(hidden, [2]), hidden, axis=0)
-        state = op.Concat(batch, hidden, axis=0)
-        lengths = valid = None
-        if sl is not None:
-            end = op.Add(op.Squeeze(steps, [0]), 1)
-            lengths = op.Reshape(op.Cast(sl, to=ir.DataType.INT64), batch)
-            # Gather refuses an index that is too large, and a length with it.
-            index = op.Where(op.Less(lengths, 0), end, lengths)
-            lengths = op.Gather(op.Range(0, end, 1), index)
-            valid = op.Unsqueeze(op.Less(op.Unsqueeze(op.Range(0, op.Sub(end, 1), 1), [1]), lengths), [2])
-        result = []
-        for d in range(count):
-            bias = recurrent_bias = None
-            if b is not None:
-                sizes = op.Concat(op.Mul(hidden, [3]), op.Mul(hidden, [3]), axis=0)
-                bias, recurrent = op.Split(_pick(op, b, d, count), sizes, axis=0, _outputs=2)
-                if cell.linear_before_reset:
-                    gates, recurrent_bias = op.Split(recurrent, zr_h, axis=0, _outputs=2)
-                    recurrent = op.Concat(gates, op.full_like(recurrent_bias, 0.0), axis=0)
-                bias = op.Add(bias, recurrent)
-            result.append(
-                cls(
-                    cell.reverse[d],
-                    cell.activations[d],
-                    x,
-                    _pick(op, w, d, count),
-                    _pick(op, r, d, count),
-                    bias,
-                    recurrent_bias,
-                    op.Expand(op.number(0.0, x), state)
-                    if h0 is None
-                    else op.Reshape(_pick(op, h0, d, count), state),
-                    steps,
-                    state,
-                    zr_h,
-                    lengths,
-                    valid,
-                )
-            )
-        return result
-
-    def weighted(self, op: Ops) -> ir.Value:
-        """X W^T and the biases that are added to it, for all steps: [steps, batch, 3 hidden]."""
-        result = op.MatMul(self.x, op.Transpose(self.w, perm=[1, 0]))
-        return result if self.bias is None else op.Add(result, self.bias)
-
-    def split(self, op: Ops, value: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
-        """The part of the gates z and r, and that of h."""
-        zr, h = op.Split(value, self.zr_h, axis=axis, _outputs=2)
-        return zr, h
-
-    def keep_valid(self, op: Ops, value: ir.Value) -> ir.Value:
-        """Zero where a row is over."""
-        return value if self.valid is None else op.Where(self.valid, value, 0.0)
-
-    def keep_begun(self, op: Ops, value: ir.Value) -> ir.Value:
-        """Zero [batch, hidden] where a row is empty; onnxruntime's final state is so."""
-        if self.lengths is None:
-            return value
-        return op.Where(op.Unsqueeze(op.Greater(self.lengths, 0), [1]), value, 0.0)
+def _biases(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value | None, ir.Value | None]:
+    """What is added to X W^T, and Rbh if that is not in it."""
+    if v.biases is None or not cell.linear_before_reset:
+        return v.bias(op), None
+    gates, rbh = v.split(op, v.biases[1], _ZR_H, 0)
+    return op.Add(v.biases[0], op.Concat(gates, op.full_like(rbh, 0.0), axis=0)), rbh
 
 
-def _pick(op: Ops, value: ir.Value, index: int, count: int, axis: int = 0) -> ir.Value:
-    """One direction of a tensor that has the directions along an axis."""
-    if count == 1:
-        return op.Squeeze(value, [axis])
-    return op.Squeeze(op.Split(value, axis=axis, num_outputs=count, _outputs=count)[index], [axis])
-
-
-def _join(op: Ops, values: Sequence[ir.Value], axis: int = 0) -> ir.Value:
-    """Put the directions together along a new axis."""
-    parts = [op.Unsqueeze(value, [axis]) for value in values]
-    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
-
-
-def _scan(
-    op: Ops,
-    reverse: bool,
-    state: ir.Value,
-    sequences: Sequence[ir.Value],
-    step: Callable[..., Sequence[ir.Value]],
-) -> Sequence[ir.Value]:
-    """Run `step(op, state, *elements)` over the first axis; the last state and what else it makes."""
-    import onnx_ir as ir
-
-    name = "reverse" if reverse else "forward"
-    inputs = [
-        ir.Value(name=f"{op.prefix}{name}/input_{i}", type=value.type)
-        for i, value in enumerate([state, *sequences])
-    ]
-    body = op.subgraph(name, inputs, step)
-    made = len(body.outputs) - 1
-    return op.Scan(
-        state,
-        *sequences,
-        body=body,
-        num_scan_inputs=len(sequences),
-        scan_input_directions=[int(reverse)] * len(sequences),
-        scan_output_directions=[int(reverse)] * made,
-        _outputs=1 + made,
-    )
-
-
-def _scan_forward(op: Ops, cell: _Cell, v: _Values) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _scan_forward(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value, ir.Value, ir.Value]:
     gate_function, state_function = v.activations
-    x_zr, x_h = v.split(op, v.weighted(op), 2)
-    r_zr, r_h = (op.Transpose(part, perm=[1, 0]) for part in v.split(op, v.r, 0))
-    clip = _clip(op, cell, v.x)
+    bias, recurrent_bias = _biases(op, cell, v)
+    x_zr, x_h = v.split(op, v.weighted(op, bias), _ZR_H, 2)
+    r_zr, r_h = (op.Transpose(part, perm=[1, 0]) for part in v.split(op, v.r, _ZR_H, 0))
+    clip = clipper(op, cell, v.x)
 
     def step(
         op: Ops, state: ir.Value, x_zr: ir.Value, x_h: ir.Value, valid: ir.Value | None = None
@@ -460,7 +190,7 @@ def _scan_forward(op: Ops, cell: _Cell, v: _Values) -> tuple[ir.Value, ir.Value,
         zr = gate_function.onnx(op, clip(op, op.Gemm(state, r_zr, x_zr)))
         z, r = op.Split(zr, axis=1, num_outputs=2, _outputs=2)
         if cell.linear_before_reset:
-            a = op.Add(x_h, op.Mul(r, op.Gemm(state, r_h, v.recurrent_bias)))
+            a = op.Add(x_h, op.Mul(r, op.Gemm(state, r_h, recurrent_bias)))
         else:
             a = op.Gemm(op.Mul(r, state), r_h, x_h)
         h = state_function.onnx(op, clip(op, a))
@@ -470,16 +200,9 @@ def _scan_forward(op: Ops, cell: _Cell, v: _Values) -> tuple[ir.Value, ir.Value,
         return new, new, zr, h
 
     sequences = [x_zr, x_h] if v.valid is None else [x_zr, x_h, v.valid]
-    final, states, zr, h = _scan(op, v.reverse, v.h0, sequences, step)
+    final, states, zr, h = scan(op, v.reverse, [v.h0], sequences, step)
     gates = op.Concat(zr, h, axis=2)
     return v.keep_valid(op, states), v.keep_begun(op, final), v.keep_valid(op, gates)
-
-
-def _clip(op: Ops, cell: _Cell, like: ir.Value) -> Callable[[Ops, ir.Value], ir.Value]:
-    if cell.clip is None:
-        return lambda op, value: value
-    low, high = op.number(-cell.clip, like), op.number(cell.clip, like)
-    return lambda op, value: op.Clip(value, low, high)
 
 
 @operator(
@@ -506,20 +229,15 @@ def gru_grad(
     **attributes: Any,
 ) -> tuple[np.ndarray | None, ...]:
     """dX, dW, dR, dB, dH0 = dHAll . d(HAll) + dHFinal . d(HFinal)"""
-    cell = _Cell.parse(**attributes, gradient=True)
-    inputs = _Inputs.check(cell, x, w, r, b, sl, h0)
+    cell = _Cell.read(**attributes, gradient=True)
+    inputs = Inputs.check(cell, 3, x, w, r, b, sl, h0)
     directions, batch, hidden = inputs.h0.shape
-    sizes = {"steps": len(inputs.x), "directions": directions, "batch": batch}
-    h_all = cell.time_first("HAll", h_all, **sizes, hidden=hidden)
-    zrh = cell.time_first("ZRH", zrh, **sizes, gates=3 * hidden)
+    sequence = {"steps": len(inputs.x), "directions": directions, "batch": batch}
+    h_all = cell.time_first("HAll", h_all, **sequence, hidden=hidden)
+    zrh = cell.time_first("ZRH", zrh, **sequence, gates=3 * hidden)
     if dh_all is not None:
-        dh_all = cell.time_first("dHAll", dh_all, **sizes, hidden=hidden)
-    if dh_final is None:
-        dh_final = np.zeros_like(inputs.h0)
-    else:
-        dh_final = cell.time_first("dHFinal", dh_final, directions=directions, batch=batch, hidden=hidden)
-    # An empty row's final state is zero whatever comes in.
-    dh_final[:, inputs.lengths == 0] = 0
+        dh_all = cell.time_first("dHAll", dh_all, **sequence, hidden=hidden)
+    dh_final = inputs.initial_gradient(cell, "dHFinal", dh_final)
     if inputs.padding is not None:
         # What stands there must not matter, not even if it is NaN.
         inputs.x[inputs.padding] = 0
@@ -541,36 +259,16 @@ def gru_grad(
         np.add(dx[0], dx[1], out=dx[0])
     return (
         cell.as_asked(dx[0].reshape(inputs.x.shape), 1) if wanted[0] else None,
-        _stack(dw, 0) if wanted[1] else None,
-        _stack(dr, 0) if wanted[2] else None,
-        _stack(db, 0) if wanted[3] else None,
-        cell.as_asked(_stack(dh0, 0), 1) if wanted[4] else None,
+        stack(dw, 0) if wanted[1] else None,
+        stack(dr, 0) if wanted[2] else None,
+        stack(db, 0) if wanted[3] else None,
+        cell.as_asked(stack(dh0, 0), 1) if wanted[4] else None,
     )
-
-
-def _previous_states(cell: _Cell, inputs: _Inputs, direction: int, h_all: np.ndarray) -> np.ndarray:
-    """The state that each step starts from: [steps, batch, hidden]."""
-    h0, padding = inputs.h0[direction], inputs.padding
-    previous = np.empty_like(h_all)
-    if not len(previous):
-        return previous
-    if cell.reverse[direction]:
-        previous[:-1] = h_all[1:]
-        previous[-1] = h0
-        if padding is not None:
-            rows = np.flatnonzero(inputs.lengths)
-            previous[inputs.lengths[rows] - 1, rows] = h0[rows]
-    else:
-        previous[1:] = h_all[:-1]
-        previous[0] = h0
-    if padding is not None:
-        previous[padding] = 0
-    return previous
 
 
 def _backward(
     cell: _Cell,
-    inputs: _Inputs,
+    inputs: Inputs,
     direction: int,
     h_all: np.ndarray,
     zrh: np.ndarray,
@@ -597,7 +295,7 @@ def _backward(
     x, w, r = inputs.x.reshape(steps * batch, inputs.x.shape[2]), inputs.w[direction], inputs.r[direction]
     r_zr, r_h = r[: 2 * hidden], r[2 * hidden :]
     linear_before_reset, padding = cell.linear_before_reset, inputs.padding
-    previous = _previous_states(cell, inputs, direction, h_all)
+    previous = inputs.previous(h_all, inputs.h0[direction], cell.reverse[direction])
     if padding is not None:
         zrh[padding] = 0
         if dh_all is not None:
@@ -605,7 +303,7 @@ def _backward(
     # dah if linear_before_reset, else r H; nobody needs the states any more.
     kept = h_all
     rest, through, product = np.empty((3, batch, hidden), h_all.dtype)
-    for block in _blocks(cell.reverse[direction], steps, batch * hidden):
+    for block in blocks(cell.reverse[direction], steps, batch * hidden):
         factors, factor_h = _factors(cell, inputs, direction, block, zrh, previous, kept)
         if padding is not None:
             zrh[block, :, :hidden][padding[block]] = 1
@@ -653,16 +351,9 @@ def _backward(
     return dx, dw, dr, db, dh
 
 
-def _blocks(reverse: bool, steps: int, size: int) -> list[slice]:
-    """The steps in pieces that fit the cache, in the order in which the gradient goes through them."""
-    count = max(1, _BLOCK // max(1, size))
-    blocks = [slice(start, min(start + count, steps)) for start in range(0, steps, count)]
-    return blocks if reverse else blocks[::-1]
-
-
 def _factors(
     cell: _Cell,
-    inputs: _Inputs,
+    inputs: Inputs,
     direction: int,
     block: slice,
     zrh: np.ndarray,
@@ -691,7 +382,7 @@ def _factors(
     flat[:, :, 2 * hidden :] = state_function.slope(h)
     if cell.clip is not None:
         # The gates do not tell what went into them, so it is computed once more.
-        a = inputs.weighted(direction, cell.linear_before_reset, block)
+        a = inputs.weighted(direction, block, cell.recurrent_biases(hidden))
         a[:, :, : 2 * hidden] += (h0.reshape(rows, hidden) @ r[: 2 * hidden].T).reshape(steps, batch, -1)
         if cell.linear_before_reset:
             a[:, :, 2 * hidden :] += reset * linear
@@ -730,54 +421,31 @@ def _(
     wanted: Sequence[bool],
     **attributes: Any,
 ) -> Sequence[ir.Value | None]:
-    cell = _Cell.parse(**attributes, gradient=True)
-    values = _Values.read(op, cell, x, w, r, b, sl, h0)
-    if cell.batch_first:
-        h_all, zrh = (op.Transpose(value, perm=[1, 2, 0, 3]) for value in (h_all, zrh))
-        dh_all = None if dh_all is None else op.Transpose(dh_all, perm=[1, 2, 0, 3])
-        dh_final = None if dh_final is None else op.Transpose(dh_final, perm=[1, 0, 2])
-    count = len(values)
+    cell = _Cell.read(**attributes, gradient=True)
+    values = Values.read(op, cell, 3, x, w, r, b, sl, h0)
     parts = []
     for d, v in enumerate(values):
-        sequence = op.Concat(v.steps, v.state, axis=0)
-        states = op.Reshape(_pick(op, h_all, d, count, 1), sequence)
-        gates = op.Reshape(_pick(op, zrh, d, count, 1), op.Mul(sequence, [1, 1, 3]))
-        dhs = None if dh_all is None else op.Reshape(_pick(op, dh_all, d, count, 1), sequence)
-        dh = op.full_like(v.h0, 0.0)
-        if dh_final is not None:
-            dh = op.Reshape(_pick(op, dh_final, d, count), v.state)
-        parts.append(_scan_backward(op, cell, v, states, gates, dhs, v.keep_begun(op, dh), wanted))
+        states, gates = v.sequence(op, cell, h_all, d), v.sequence(op, cell, zrh, d, 3)
+        dhs, dh = v.sequence(op, cell, dh_all, d), v.initial_gradient(op, cell, dh_final, d)
+        parts.append(_scan_backward(op, cell, v, states, gates, dhs, dh, wanted))
     dx, dw, dr, db, dh0 = zip(*parts, strict=True)
     total = None
     if wanted[0]:
-        total = dx[0] if count == 1 else op.Add(*dx)
+        total = dx[0] if len(dx) == 1 else op.Add(*dx)
         total = cell.onnx_as_asked(op, total, 1)
     return (
         total,
-        _join(op, dw) if wanted[1] else None,
-        _join(op, dr) if wanted[2] else None,
-        _join(op, db) if wanted[3] else None,
-        cell.onnx_as_asked(op, _join(op, dh0), 1) if wanted[4] else None,
+        join(op, dw) if wanted[1] else None,
+        join(op, dr) if wanted[2] else None,
+        join(op, db) if wanted[3] else None,
+        cell.onnx_as_asked(op, join(op, dh0), 1) if wanted[4] else None,
     )
-
-
-def _onnx_previous_states(op: Ops, v: _Values, states: ir.Value) -> ir.Value:
-    """The state that each step starts from: [steps, batch, hidden]."""
-    first = op.Unsqueeze(v.h0, [0])
-    if not v.reverse:
-        return v.keep_valid(op, op.Concat(first, op.Slice(states, [0], [-1], [0]), axis=0))
-    previous = op.Concat(op.Slice(states, [1], [_END], [0]), first, axis=0)
-    if v.lengths is None or v.valid is None:
-        return previous
-    steps = op.Range(1, op.Add(op.Squeeze(v.steps, [0]), 1), 1)
-    begins = op.Equal(op.Unsqueeze(steps, [1, 2]), op.Unsqueeze(v.lengths, [1]))
-    return v.keep_valid(op, op.Where(begins, first, previous))
 
 
 def _scan_backward(
     op: Ops,
     cell: _Cell,
-    v: _Values,
+    v: Values,
     states: ir.Value,
     zrh: ir.Value,
     dh_all: ir.Value | None,
@@ -786,27 +454,27 @@ def _scan_backward(
 ) -> Sequence[ir.Value | None]:
     """As `_backward`: only what the recurrence needs is inside of the Scan."""
     gate_function, state_function = v.activations
+    bias, recurrent_bias = _biases(op, cell, v)
     x, zrh = v.keep_valid(op, v.x), v.keep_valid(op, zrh)
-    previous = _onnx_previous_states(op, v, states)
-    zr, h = v.split(op, zrh, 2)
+    previous = v.previous(op, states, v.h0)
+    zr, h = v.split(op, zrh, _ZR_H, 2)
     z, r = op.Split(zr, axis=2, num_outputs=2, _outputs=2)
-    r_zr, r_h = v.split(op, v.r, 0)
+    r_zr, r_h = v.split(op, v.r, _ZR_H, 0)
     if cell.linear_before_reset:
         linear = op.MatMul(previous, op.Transpose(r_h, perm=[1, 0]))
-        linear = linear if v.recurrent_bias is None else op.Add(linear, v.recurrent_bias)
+        linear = linear if recurrent_bias is None else op.Add(linear, recurrent_bias)
     else:
         inner = op.Mul(r, previous)
     slope_zr, slope_h = gate_function.onnx_slope(op, zr), state_function.onnx_slope(op, h)
     if cell.clip is not None:
-        a_zr, a_h = v.split(op, v.weighted(op), 2)
+        a_zr, a_h = v.split(op, v.weighted(op, bias), _ZR_H, 2)
         a_zr = op.Add(a_zr, op.MatMul(previous, op.Transpose(r_zr, perm=[1, 0])))
         if cell.linear_before_reset:
             a_h = op.Add(a_h, op.Mul(r, linear))
         else:
             a_h = op.Add(a_h, op.MatMul(inner, op.Transpose(r_h, perm=[1, 0])))
         slope_zr, slope_h = (
-            op.Where(op.LessOrEqual(op.Abs(a), cell.clip), slope, 0.0)
-            for a, slope in ((a_zr, slope_zr), (a_h, slope_h))
+            within_clip(op, cell, a, slope) for a, slope in ((a_zr, slope_zr), (a_h, slope_h))
         )
     slope_zr, slope_h = v.keep_valid(op, slope_zr), v.keep_valid(op, slope_h)
     slope_z, slope_r = op.Split(slope_zr, axis=2, num_outputs=2, _outputs=2)
@@ -826,8 +494,8 @@ def _scan_backward(
             da = op.Mul(op.Concat(dh, dh, dh, axis=1), factors)
             return op.Gemm(da, v.r, op.Mul(dh, z)), da, dh
 
-        dh0, da_r, dhs = _scan(op, not v.reverse, dh, [factors, z, *upstream], linear_step)
-        da_zr, _ = v.split(op, da_r, 2)
+        dh0, da_r, dhs = scan(op, not v.reverse, [dh], [factors, z, *upstream], linear_step)
+        da_zr, _ = v.split(op, da_r, _ZR_H, 2)
         da = op.Concat(da_zr, op.Mul(dhs, factor_h), axis=2)
     else:
         factor_r = op.Mul(slope_r, previous)
@@ -850,23 +518,31 @@ def _scan_backward(
             return op.Gemm(da_zr, r_zr, rest), da_zr, dah
 
         sequences = [factor_z, factor_r, factor_h, z, r, *upstream]
-        dh0, da_zr, dah = _scan(op, not v.reverse, dh, sequences, reset_step)
+        dh0, da_zr, dah = scan(op, not v.reverse, [dh], sequences, reset_step)
         da = da_r = op.Concat(da_zr, dah, axis=2)
     dx = dw = dr = db = None
     if wanted[0]:
         dx = op.MatMul(da, v.w)
     if wanted[1]:
-        dw = _outer(op, da, x)
+        dw = outer(op, da, x)
     if wanted[2] and cell.linear_before_reset:
-        dr = _outer(op, da_r, previous)
+        dr = outer(op, da_r, previous)
     elif wanted[2]:
-        dr = op.Concat(_outer(op, da_zr, previous), _outer(op, dah, inner), axis=0)
+        dr = op.Concat(outer(op, da_zr, previous), outer(op, dah, inner), axis=0)
     if wanted[3]:
         sums = (op.ReduceSum(value, [0, 1], keepdims=0) for value in (da, da_r))
         db = op.Concat(*sums, axis=0)
     return dx, dw, dr, db, dh0
 
 
-def _outer(op: Ops, left: ir.Value, right: ir.Value) -> ir.Value:
-    """left^T right, summed over steps and batch."""
-    return op.Gemm(op.Flatten(left, axis=2), op.Flatten(right, axis=2), transA=1)
+@gradient("GRU")
+def _(node: Node) -> Slots:
+    attributes = attributes_of(node, "linear_before_reset")
+    _Cell.read(**attributes, gradient=True)
+    x, w, r = (node.input(i) for i in range(3))
+    b, sl, h0 = (node.optional(i) for i in (3, 4, 5))
+    saved = node.output(0), node.output(2)
+    become(node, "GRUTraining")
+    upstream = node.optional_grad(0), node.optional_grad(1)
+    dx, dw, dr, db, dh0 = node.op.GRUGrad(x, w, r, b, sl, h0, *saved, *upstream, **attributes, _outputs=5)
+    return dx, dw, dr, db, None, dh0
