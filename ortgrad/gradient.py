@@ -125,7 +125,8 @@ class Node:
             self.node.resize_outputs(i + 1)
         value = self.node.outputs[i]
         if not value.name:
-            value.name = f"{self.node.outputs[0].name}/output_{i}"
+            named = next(output.name for output in self.node.outputs if output.name)
+            value.name = f"{named}/output_{i}"
         return value
 
     def grad(self, i: int) -> ir.Value:

@@ -64,7 +64,10 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     for slot, given in zip(operator.inputs, present, strict=True):
         if not (given or slot.optional):
             raise NodeError(f"input {slot.name} is missing")
-    wanted = [bool(value.name) for value in node.outputs]
+    wanted = [
+        bool(value.name and (value.uses() or value.is_graph_output() or not slot.optional))
+        for slot, value in zip(operator.outputs, node.outputs, strict=False)
+    ]
     wanted += [False] * (len(operator.outputs) - len(wanted))
     for slot, want in zip(operator.outputs, wanted, strict=True):
         if not (want or slot.optional):
