@@ -34,6 +34,7 @@ PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
 
 Shape = tuple["int | str | None", ...]
 Kernel = Callable[..., Any]
+Way = Literal["python", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Operator:
     types: dict[str, tuple[str, ...]]
     kernel: Kernel
     shapes: Callable[..., Sequence[Shape | None]]
-    auto: Literal["python", "onnx"]
+    auto: Way | Callable[..., Way]
     builder_name: str  # of the node builder in ortgrad.nodes, e.g. conv_grad
     doc: str
     body: Callable[..., Any] | None = None
@@ -203,7 +204,7 @@ def operator(
     shapes: str | Callable[..., Sequence[Shape | None]],
     attributes: Mapping[str, Any] | None = None,
     types: Mapping[str, Sequence[str]] | None = None,
-    auto: Literal["python", "onnx"] = "onnx",
+    auto: Way | Callable[..., Way] = "onnx",
     domain: str = DOMAIN,
 ) -> Callable[[Kernel], Operator]:
     """Declare a gradient operator; the decorated function is its NumPy kernel.
@@ -212,7 +213,8 @@ def operator(
     attributes as keywords, and `wanted` if an output is optional; it returns one array per output
     (None for an unwanted one). `shapes` names the input whose shape the only output has, or
     is a function of one Operand per input (None for an absent one) and the attributes that
-    returns one shape per output. `auto` says which way was measured faster.
+    returns one shape per output. `auto` says which way was measured faster, or is a function of the
+    same arguments that does.
     """
     key = (domain, name)
     if key in _operators:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from ortgrad.call import Call, parse_call
-from ortgrad.registry import CALL_ATTRIBUTE, Operator, find_operator
+from ortgrad.registry import CALL_ATTRIBUTE, Operator, Shape, find_operator
 
 
 def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
@@ -24,3 +24,10 @@ def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
 def call_of(node: ir.Node, operator: Operator) -> Call:
     """What the node's attribute says; the node must be complete."""
     return parse_call(operator, node.attributes[CALL_ATTRIBUTE].as_string())
+
+
+def dimensions(value: ir.Value) -> Shape | None:
+    """The shape as far as it is known: numbers, names, or None; None if the rank is not."""
+    if value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)

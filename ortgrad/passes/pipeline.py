@@ -14,8 +14,9 @@ from ortgrad.passes.attach import attach
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.expand import expand
 from ortgrad.passes.gradient_op import expand_gradient_operator
+from ortgrad.passes.nodes import call_of, dimensions
 from ortgrad.passes.opset import at_minimum_opset
-from ortgrad.registry import PYTHON_TYPES, Operator, find_operator
+from ortgrad.registry import PYTHON_TYPES, Operand, Operator, Way, find_operator
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
@@ -37,13 +38,24 @@ def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        if kernels == "onnx" or (kernels == "auto" and operator.auto == "onnx" and operator.body):
+        if kernels == "onnx" or (kernels == "auto" and operator.body and _faster(node, operator) == "onnx"):
             return True
         # onnxruntime-extensions refuses these element types, even beside a function body.
         types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype]
         return any(t.numpy().name not in PYTHON_TYPES for t in types)
 
     return choose
+
+
+def _faster(node: ir.Node, operator: Operator) -> Way:
+    if not callable(operator.auto):
+        return operator.auto
+    call = call_of(node, operator)
+    operands = [
+        Operand(dimensions(value)) if value is not None and real else None
+        for value, real in zip(node.inputs, call.present, strict=True)
+    ]
+    return operator.auto(*operands, **call.attributes)
 
 
 def _inline_functions_with_gradients(model: ir.Model) -> None:
