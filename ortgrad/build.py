@@ -48,7 +48,9 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
     outputs = [_output(graph, name) for name in of] if of is not None else list(graph.outputs[:1])
     if not outputs:
         raise ModelError("the model has no output to differentiate")
-    targets = [_target(values, name) for name in wrt] if wrt is not None else _float_initializers(graph)
+    targets = (
+        [_target(values, name) for name in wrt] if wrt is not None else _float_initializers(graph, source)
+    )
     for value in outputs:
         if value.dtype not in FLOAT_TYPES:
             raise ModelError(
@@ -130,8 +132,10 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
 
 
-def _float_initializers(graph: ir.Graph) -> list[ir.Value]:
-    targets = [value for value in graph.initializers.values() if value.dtype in FLOAT_TYPES]
+def _float_initializers(graph: ir.Graph, source: onnx.ModelProto) -> list[ir.Value]:
+    # Shape inference does not keep their order.
+    found = [graph.initializers.get(tensor.name) for tensor in source.graph.initializer]
+    targets = [value for value in found if value is not None and value.dtype in FLOAT_TYPES]
     if not targets:
         raise ModelError("the model has no floating-point initializer; name what you want in wrt")
     return targets

@@ -203,6 +203,8 @@ class _Forward:
         self, name: str, grad: np.ndarray, weights: Arrays, direction: np.ndarray, allowed: float
     ) -> float:
         """How far the slope along a direction is from the differences, for the step that fits best."""
+        if not np.isfinite(grad).all():
+            return np.inf
         handle = self.handles[name]
         # Below this there is only rounding, of the gradient and of the differences.
         noise = 1e-3 if grad.dtype != np.float64 else 1e-7
@@ -216,7 +218,7 @@ class _Forward:
             fine = estimates[step] = self._difference(handle, direction, step * handle.size, weights)
             coarse = estimates.get(step * 10)
             found = [fine] if coarse is None else [fine, (100 * fine - coarse) / 99]
-            if not np.isfinite([slope, *found]).all():
+            if not np.isfinite(found).all():
                 return np.inf
             best = min(best, *(abs(slope - e) / max(scale, abs(e)) for e in found))
             if best <= allowed / 10:
