@@ -1,0 +1,52 @@
+"""A progress bar in plain text."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+WIDTH = 24
+INTERVAL = 0.1  # seconds between two pictures
+
+
+class Progress:
+    """`with Progress() as progress: progress(done, total, text)` draws a bar and takes it away again.
+
+    It is drawn on stderr if that is a terminal; `show` decides otherwise.
+    """
+
+    def __init__(self, show: bool | None = None, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._show = self._stream.isatty() if show is None else show
+        self._drawn = 0
+        self._last = -INTERVAL
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._draw("")
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        now = time.monotonic()
+        if now - self._last < INTERVAL and done < total:
+            return
+        self._last = now
+        filled = WIDTH * done // max(total, 1)
+        self._draw(f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total} {text}")
+
+    def _draw(self, line: str) -> None:
+        if not self._show:
+            return
+        line = line[: shutil.get_terminal_size().columns - 1]
+        # Blanks over what the last line had more.
+        self._stream.write(f"\r{line:<{self._drawn}}")
+        if not line:
+            self._stream.write("\r")
+        self._stream.flush()
+        self._drawn = len(line)
