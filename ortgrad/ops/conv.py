@@ -558,14 +558,13 @@ def _(node: Node) -> Slots:
     op, dy, w = node.op, node.grad(0), node.input(1)
     axes = list(range(2, node.rank()))
     pads = _transposed_pads(node)
-    spread = dy
-    if not isinstance(pads, list):
-        spread, pads = op.Pad(dy, pads, None, axes), None
+    known = isinstance(pads, list)
+    spread = dy if known else op.Pad(dy, pads, None, axes)
     same = {
         "dilations": node.attribute("dilations"),
         "group": node.attribute("group"),
         "kernel_shape": node.attribute("kernel_shape"),
-        "pads": pads,
+        "pads": pads if known else None,
         "strides": node.attribute("strides"),
     }
     _, dw, _ = op.ConvGrad(node.input(0), spread, w, **same, _outputs=3)

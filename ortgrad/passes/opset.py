@@ -9,6 +9,7 @@ from onnx_ir.passes.common import InlinePass
 from ortgrad.bodies import MINIMUM_OPSET
 from ortgrad.errors import ModelError
 from ortgrad.passes.complete import infer_types
+from ortgrad.passes.scan8 import hide_old_scans, restore_scans
 
 
 def at_minimum_opset(model: ir.Model) -> ir.Model:
@@ -18,7 +19,13 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
         return model
     # The converter would drop them.
     InlinePass()(model)
+    if version == 8 and any(node.op_type == "Scan" for node in model.graph.all_nodes()):
+        raise ModelError(
+            "Scan of opset 8 has a batch axis, which onnx's converter drops; convert the model to opset 9 first"
+        )
+    roundings = _roundings(model) if version <= 10 else {}
     try:
+        scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
         converted = version_converter.convert_version(ir.to_proto(model), MINIMUM_OPSET)
     except RuntimeError as error:
         raise ModelError(
@@ -26,5 +33,34 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
             f"cannot convert it: {error}"
         ) from error
     model = ir.from_proto(converted)
+    restore_scans(model, scans)
+    for node in model.graph.all_nodes():
+        rounding = roundings.get(node.outputs[0].name or "")
+        if node.op_type == "Resize" and rounding is not None:
+            # The converter leaves these to defaults that are not what the old operators do.
+            node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+            node.attributes.add(ir.AttrString("nearest_mode", rounding))
     infer_types(model)
     return model
+
+
+def _roundings(model: ir.Model) -> dict[str, str]:
+    """By output the nearest_mode of Upsample and of the first Resize: up if it makes X smaller."""
+    roundings = {}
+    for node in model.graph.all_nodes():
+        rounding = "floor"
+        if node.op_type not in ("Upsample", "Resize"):
+            continue
+        mode = node.attributes.get("mode")
+        if node.op_type == "Resize" and (mode is None or mode.as_string() == "nearest"):
+            value = node.inputs[1]
+            tensor = None if value is None else ir.convenience.get_const_tensor(value)
+            scales = None if tensor is None else tensor.numpy()
+            if scales is None or ((scales < 1).any() and (scales > 1).any()):
+                raise ModelError(
+                    f"Resize node {node.name!r} of opset 10 rounds up along axes that it makes smaller and down "
+                    "along others, and its scales are not known or of both kinds; convert it to opset 11"
+                )
+            rounding = "ceil" if (scales < 1).any() else "floor"
+        roundings[node.outputs[0].name or ""] = rounding
+    return roundings

@@ -1,0 +1,207 @@
+"""Gradient rules of operators that read an image at other places: Resize, GridSample, AffineGrid."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.ops._sampling import sample
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_FLOAT = 1
+_MODES = {"bilinear": "linear", "bicubic": "cubic"}
+# Nearest neighbours of whole factors that repeat every element: (coordinates, rounding).
+_REPEATING = {
+    ("asymmetric", "floor"),
+    ("tf_half_pixel_for_nn", "floor"),
+    *(
+        (coordinates, rounding)
+        for coordinates in ("half_pixel", "pytorch_half_pixel", "half_pixel_symmetric")
+        for rounding in ("round_prefer_floor", "round_prefer_ceil")
+    ),
+}
+
+
+@gradient("Resize")
+def _(node: Node) -> Slots:
+    """dX = dY times the transposed matrix of the interpolation, axis by axis"""
+    op, dx = node.op, node.grad(0)
+    axes = [axis % node.rank() for axis in node.attribute("axes") or range(node.rank())]
+    factors = _factors(node, axes)
+    repeated = _whole_factors(node, factors)
+    if repeated is not None:
+        if not repeated:
+            return (dx,)
+        kernel = [repeated.get(axis, 1) for axis in range(2, node.rank())]
+        mean = op.AveragePool(dx, kernel_shape=kernel, strides=kernel)
+        return (op.Mul(mean, float(math.prod(kernel))),)
+    for axis in sorted(axes, reverse=True):
+        if factors[axis] == 1.0:
+            continue
+        # What a unit at each place of the axis gives: (places in X, places in Y).
+        matrix = _unit_response(node, axes, axis)
+        if matrix.dtype != dx.dtype:
+            matrix = op.CastLike(matrix, dx)
+        if axis == node.rank() - 1:
+            dx = op.MatMul(dx, op.Transpose(matrix, perm=[1, 0]))
+        elif axis == node.rank() - 2:
+            dx = op.MatMul(matrix, dx)
+        else:
+            # What lies behind the axis as one dimension; 0 leaves a dimension as it is.
+            kept = [0] * (axis + 1)
+            dx = op.MatMul(matrix, op.Reshape(dx, [*kept, -1]))
+            dx = op.Reshape(dx, _behind(node, kept))
+    return (dx,)
+
+
+def _behind(node: Node, kept: list[int]) -> ir.Value:
+    """The shape of X behind some axes, with zeros for these."""
+    dims = list(node.input(0).shape or [])[len(kept) :]
+    if all(isinstance(n, int) for n in dims):
+        return node.op.constant(np.array([*kept, *dims], np.int64))
+    return node.op.Concat(kept, node.op.Shape(node.input(0), start=len(kept)), axis=0)
+
+
+def _factors(node: Node, axes: list[int]) -> dict[int, float | None]:
+    """By axis how much longer it gets; None if that is not known. What is not resized has 1."""
+    factors: dict[int, float | None] = dict.fromkeys(axes)
+    if node.attribute("mode") != "nearest" and node.rank() > 3:
+        # onnxruntime does not interpolate along these.
+        factors.update({axis: 1.0 for axis in axes if axis < (2 if node.rank() > 4 else 1)})
+    if node.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
+        return factors
+    x_shape, y_shape = node.input(0).shape, node.output(0).shape
+    scales = node.constant(2)
+    if scales is not None and scales.size:
+        factors.update(zip(axes, map(float, scales), strict=True))
+    elif (
+        node.optional(3) is not None and not _has_policy(node) and x_shape is not None and y_shape is not None
+    ):
+        for axis in axes:
+            n, m = x_shape[axis], y_shape[axis]
+            if n == m and (isinstance(n, int) or n.value is not None):
+                factors[axis] = 1.0
+            elif isinstance(n, int) and isinstance(m, int):
+                factors[axis] = float(np.float32(m) / np.float32(n))
+    return factors
+
+
+def _has_policy(node: Node) -> bool:
+    return node.optional(3) is not None and node.attribute("keep_aspect_ratio_policy") != "stretch"
+
+
+def _whole_factors(node: Node, factors: dict[int, float | None]) -> dict[int, int] | None:
+    """The factors other than 1 by axis if Resize repeats every element so many times, else None."""
+    if node.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
+        return None
+    known = {axis: factor for axis, factor in factors.items() if factor != 1.0}
+    if not known:
+        return {}
+    how = node.attribute("coordinate_transformation_mode"), node.attribute("nearest_mode")
+    if node.attribute("mode") != "nearest" or how not in _REPEATING:
+        return None
+    # onnxruntime has pools over up to three dimensions, behind two others.
+    if min(known) < 2 or not 3 <= node.rank() <= 5:
+        return None
+    if not all(factor is not None and factor.is_integer() for factor in known.values()):
+        return None
+    return {axis: int(factor) for axis, factor in known.items() if factor is not None}
+
+
+def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
+    """Resize of the unit matrix along its second axis as X is resized along this one."""
+    op, x, number = node.op, node.input(0), axes.index(axis)
+    known = x.shape[axis] if x.shape is not None else None
+    size = known if isinstance(known, int) else op.Gather(op.Shape(x), axis)
+    same: dict[str, Any] = {
+        name: node.attribute(name)
+        for name in (
+            "antialias",
+            "coordinate_transformation_mode",
+            "cubic_coeff_a",
+            "exclude_outside",
+            "mode",
+            "nearest_mode",
+        )
+    }
+    places = op.Range(0, size, 1)
+    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=_FLOAT)
+    roi = None
+    if same["coordinate_transformation_mode"] == "tf_crop_and_resize" and node.optional(1) is not None:
+        roi = op.Gather(node.input(1), [number, len(axes) + number])
+        # Places outside of X give extrapolation_value, which does not depend on X.
+        same["extrapolation_value"] = 0.0
+    if _has_policy(node):
+        return _unit_response_with_policy(node, axes, axis, unit, same)
+    if node.optional(3) is not None:
+        return op.Resize(unit, roi, None, op.Gather(node.input(3), [number]), axes=[1], **same)
+    return op.Resize(unit, roi, op.Gather(node.input(2), [number]), None, axes=[1], **same)
+
+
+def _unit_response_with_policy(
+    node: Node, axes: list[int], axis: int, unit: ir.Value, same: dict[str, Any]
+) -> ir.Value:
+    """All axes get one factor, and lengths are rounded and not cut off as scales do it."""
+    op, policy = node.op, node.attribute("keep_aspect_ratio_policy")
+    coordinates = same["coordinate_transformation_mode"]
+    if coordinates not in ("half_pixel", "asymmetric") or same["antialias"] or same["exclude_outside"]:
+        raise node.unsupported(
+            f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
+            "asymmetric only, without antialias and exclude_outside"
+        )
+    lengths = op.Cast(op.Gather(op.shape(node.input(0)), axes), to=_FLOAT)
+    factors = op.Div(op.Cast(node.input(3), to=_FLOAT), lengths)
+    factor = (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
+    # One place more that looks like the last one makes it long enough, and nothing else changes.
+    longer = op.Pad(unit, [0, 1], None, [1], mode="edge")
+    length = op.Shape(node.output(0), start=axis, end=axis + 1)
+    return op.Slice(op.Resize(longer, None, factor, None, axes=[1], **same), [0], length, [1])
+
+
+@gradient("GridSample")
+def _(node: Node) -> Slots:
+    op, x, grid = node.op, node.input(0), node.input(1)
+    rank = node.rank() - 2
+    mode = _MODES.get(node.attribute("mode"), node.attribute("mode"))
+    align = bool(node.attribute("align_corners"))
+    # The last component of a grid point belongs to the first spatial axis.
+    order = list(range(rank - 1, -1, -1))
+    lengths = op.CastLike(op.Gather(op.Shape(x, start=2), order), grid)
+    points = op.Reshape(grid, [0, -1, rank])
+    if align:
+        coordinates = op.Mul(op.Div(op.Add(points, 1.0), 2.0), op.Sub(lengths, 1.0))
+    else:
+        coordinates = op.Div(op.Sub(op.Mul(op.Add(points, 1.0), lengths), 1.0), 2.0)
+    # onnxruntime reads at the border what is not finite.
+    finite = op.Less(op.Abs(coordinates), 2.0**62)
+    coordinates = op.Where(finite, coordinates, 0.0 if align else -0.5)
+    samples = sample(op, x, coordinates, order, mode, node.attribute("padding_mode"), align)
+    dy = op.Transpose(op.Reshape(node.grad(0), [0, 0, -1]), perm=[0, 2, 1])
+    dgrid = None
+    if mode != "nearest" and node.wants(1):
+        scale = op.Div(op.Sub(lengths, 1.0) if align else lengths, 2.0)
+        moved = op.Mul(samples.grad_of_coordinates(dy), scale)
+        dgrid = op.Reshape(op.Where(finite, moved, 0.0), op.shape(grid), allowzero=1)
+    dx = op.Transpose(samples.grad_of_rows(dy), perm=[0, 2, 1])
+    return op.Reshape(dx, op.shape(x), allowzero=1), dgrid
+
+
+@gradient("AffineGrid")
+def _(node: Node) -> Slots:
+    """dtheta = dY^T times the grid of the identity, with ones"""
+    op, theta = node.op, node.input(0)
+    shape = node.output(0).shape
+    if shape is None or theta.dtype is None:
+        raise node.unsupported("the number of dimensions of its output is not known")
+    rank = len(shape) - 2
+    identity = np.eye(rank, rank + 1, dtype=theta.dtype.numpy())[None]
+    size = op.Concat([1], op.Slice(node.input(1), [1], [rank + 2]), axis=0)
+    base = op.AffineGrid(op.constant(identity), size, align_corners=node.attribute("align_corners"))
+    places = op.Pad(op.Reshape(base, [-1, rank]), [0, 1], op.number(1.0, theta), [1])
+    dy = op.Reshape(node.grad(0), [0, -1, rank])
+    return (op.MatMul(op.Transpose(dy, perm=[0, 2, 1]), places),)
