@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -335,4 +336,36 @@ def test_what_fails_inside_is_named() -> None:
         }"""
     )
     with pytest.raises(ortgrad.UnsupportedGradientError, match=r"If .*in 't', Unknown node"):
+        ortgrad.build_gradient_model(model, wrt="x")
+
+
+SCAN_8 = """<ir_version: 3, opset_import: ["" : 8]>
+agraph (float[B,2] x, float[B,T,2] xs) => (float[B,2] y, float[B,T,2] s) {
+    y, s = Scan <
+        num_scan_inputs = 1, directions = [1],
+        body = b (float[2] v, float[2] e) => (float[2] v2, float[2] o) {
+            p = Mul(v, e)
+            v2 = Add(p, e)
+            o = Mul(v2, v)
+        }
+    > ("", x, xs)
+}"""
+
+
+def test_scan_with_a_batch_axis_in_opset_8() -> None:
+    model = onnx.parser.parse_model(SCAN_8)
+    feeds = {"x": random(2, 2).astype(np.float32), "xs": random(2, 3, 2).astype(np.float32)}
+    ortgrad.check_gradients(model, feeds, tolerance=1e-3).raise_if_wrong()
+    built = ortgrad.build_gradient_model(model, wrt=["x", "xs"])
+    found = ortgrad.InferenceSession(built).run(["y", "s"], {**feeds, "y_grad": feeds["x"]})
+    plain = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for actual, expected in zip(found, plain.run(None, feeds), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_scan_with_lengths_in_opset_8_is_refused() -> None:
+    model = onnx.parser.parse_model(
+        SCAN_8.replace("(float[B,2] x,", "(int64[B] n, float[B,2] x,").replace('("", x', "(n, x")
+    )
+    with pytest.raises(ortgrad.ModelError, match="sequence_lens"):
         ortgrad.build_gradient_model(model, wrt="x")

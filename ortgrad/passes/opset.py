@@ -19,10 +19,6 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
         return model
     # The converter would drop them.
     InlinePass()(model)
-    if version == 8 and any(node.op_type == "Scan" for node in model.graph.all_nodes()):
-        raise ModelError(
-            "Scan of opset 8 has a batch axis, which onnx's converter drops; convert the model to opset 9 first"
-        )
     roundings = _roundings(model) if version <= 10 else {}
     try:
         scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
@@ -58,8 +54,8 @@ def _roundings(model: ir.Model) -> dict[str, str]:
             scales = None if tensor is None else tensor.numpy()
             if scales is None or ((scales < 1).any() and (scales > 1).any()):
                 raise ModelError(
-                    f"Resize node {node.name!r} of opset 10 rounds up along axes that it makes smaller and down "
-                    "along others, and its scales are not known or of both kinds; convert it to opset 11"
+                    f"Resize node {node.name!r} of opset 10 rounds up along axes that it makes smaller and "
+                    "down along others, and its scales are not known or of both kinds; convert it to opset 11"
                 )
             rounding = "ceil" if (scales < 1).any() else "floor"
         roundings[node.outputs[0].name or ""] = rounding
