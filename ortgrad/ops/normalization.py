@@ -533,21 +533,25 @@ def _(node: Node) -> Slots:
     else:
         mean, inv = node.output(1), node.output(2)
     d_mean, d_inv = node.optional_grad(1), node.optional_grad(2)
-    parts, slots = [], [None, None, None]
+    parts: list[ir.Value] = []
+    d_scale = d_bias = None
     if node.optional_grad(0) is not None:
-        dx, *slots[1:] = _layer_slots(node, node.grad(0), x, mean, inv, axis, bias=2)
+        dx, d_scale, d_bias = _layer_slots(node, node.grad(0), x, mean, inv, axis, bias=2)
         parts.append(dx)
-    if d_mean is not None or d_inv is not None:
+    if d_inv is not None:
+        parts.append(_inverse_grad(op, d_inv, op.Sub(_cast(op, x, inv), mean), inv, axes))
+    if d_mean is not None:
         count = _count(op, x, axes)
-        if d_inv is not None:
-            d_inv, inv = _cast(op, d_inv, inv), inv
-            centred = op.Sub(_cast(op, x, inv), mean)
-            cube = op.Mul(op.Mul(inv, inv), inv)
-            parts.append(op.Neg(op.Mul(centred, op.Div(op.Mul(d_inv, cube), count))))
-        if d_mean is not None:
-            share = op.Div(_cast(op, d_mean, count), count)
-            parts.append(op.Expand(share, op.shape(x)) if len(parts) == 0 else share)
-    return _total(op, [_cast(op, part, x) for part in parts]), slots[1], slots[2]
+        share = op.Div(_cast(op, d_mean, count), count)
+        parts.append(share if parts else op.Expand(share, op.shape(x)))
+    return _total(op, [_cast(op, part, x) for part in parts]), d_scale, d_bias
+
+
+def _inverse_grad(op: Ops, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: list[int]) -> ir.Value:
+    """What flows back through inv = 1 / sqrt(mean(centred^2) + epsilon)"""
+    cube = op.Mul(op.Mul(inv, inv), inv)
+    slope = op.Div(op.Mul(_cast(op, d_inv, inv), cube), _count(op, centred, axes))
+    return op.Neg(op.Mul(centred, slope))
 
 
 def _total(op: Ops, parts: Sequence[ir.Value]) -> ir.Value:
@@ -564,15 +568,16 @@ def _layer_slots(
     *,
     scale: int = 1,
     bias: int | None = None,
-) -> list[ir.Value | None]:
+) -> tuple[ir.Value, ir.Value, ir.Value | None]:
     """The gradients towards X, scale and bias; these are the numbers of the inputs."""
     op, weights = node.op, node.input(scale)
     shift = None if bias is None else node.optional(bias)
 
-    def layer_grad(dy: ir.Value, weights: ir.Value) -> list[ir.Value | None]:
+    def layer_grad(dy: ir.Value, weights: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None]:
         if mean is None:
-            return [*op.SimplifiedLayerNormalizationGrad(dy, x, weights, inv, axis=axis, _outputs=2), None]
-        return list(op.LayerNormalizationGrad(dy, x, weights, mean, inv, axis=axis, _outputs=3))
+            return *op.SimplifiedLayerNormalizationGrad(dy, x, weights, inv, axis=axis, _outputs=2), None
+        dx, d_scale, d_bias = op.LayerNormalizationGrad(dy, x, weights, mean, inv, axis=axis, _outputs=3)
+        return dx, d_scale, d_bias
 
     if all(_spans(value, x, axis) for value in (weights, shift) if value is not None):
         return layer_grad(dy, weights)
@@ -582,19 +587,16 @@ def _layer_slots(
     values = _cast(op, x, inv)
     normalized = op.Mul(values if mean is None else op.Sub(values, mean), inv)
     d_scale = unbroadcast(op, op.Mul(dy, _cast(op, normalized, dy)), weights, x)
-    return [dx, d_scale, None if shift is None else unbroadcast(op, dy, shift, x)]
+    return dx, d_scale, None if shift is None else unbroadcast(op, dy, shift, x)
 
 
 def _spans(value: ir.Value, x: ir.Value, axis: int) -> bool:
     """Whether a value that broadcasts to X has the shape that X has from `axis` on."""
     if value.shape is None or x.shape is None or len(value.shape) != len(x.shape) - axis:
         return False
-    return (
-        all(
-            dim != 1 if isinstance(dim, int) else dim.value is not None and dim == other
-            for dim, other in zip(value.shape, list(x.shape)[axis:], strict=True)
-        )
-        or list(value.shape) == list(x.shape)[axis:]
+    return all(
+        dim != 1 or other == 1 if isinstance(dim, int) else dim.value is not None and dim == other
+        for dim, other in zip(value.shape, list(x.shape)[axis:], strict=True)
     )
 
 
@@ -617,17 +619,84 @@ def _(node: Node) -> Slots:
     # onnx has no schema for it, so there are no defaults to fill in.
     axis, epsilon = node.attributes.get("axis", -1) % node.rank(), node.attributes.get("epsilon", 1e-5)
     inv = _inverse_rms(op, x, axis, node.rank(), epsilon)
+    parts: list[ir.Value] = []
+    d_scale = None
+    if node.optional_grad(0) is not None:
+        dx, d_scale, _ = _layer_slots(node, node.grad(0), x, None, inv, axis)
+        parts.append(dx)
     d_inv = node.optional_grad(1)
-    if node.optional_grad(0) is None:
-        dx, d_scale = None, None
-    else:
-        dx, d_scale = _layer_slots(node, node.grad(0), x, None, inv, axis)[:2]
     if d_inv is not None:
-        count = _count(op, x, list(range(axis, node.rank())))
-        cube = op.Mul(op.Mul(inv, inv), inv)
-        part = op.Neg(op.Mul(_cast(op, x, inv), op.Div(op.Mul(_cast(op, d_inv, inv), cube), count)))
-        dx = _cast(op, part, x) if dx is None else op.Add(dx, _cast(op, part, x))
-    return dx, d_scale
+        part = _inverse_grad(op, d_inv, _cast(op, x, inv), inv, list(range(axis, node.rank())))
+        parts.append(_cast(op, part, x))
+    return _total(op, parts), d_scale
+
+
+@gradient("SkipLayerNormalization", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), output=3, scale=2, bias=3)
+    return d_sum, _stretched(node, d_sum, 1), d_gamma, d_beta, _stretched(node, d_sum, 4)
+
+
+@gradient("SkipSimplifiedLayerNormalization", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    d_sum, d_gamma, _ = _sum_grad(node, node.input(0), output=3, scale=2, bias=None)
+    return d_sum, _stretched(node, d_sum, 1), d_gamma, _stretched(node, d_sum, 3)
+
+
+@gradient("EmbedLayerNormalization", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    import onnx_ir as ir  # takes a while
+
+    op, ids, positions = node.op, node.input(0), node.optional(8)
+    # Only its type and shape are of interest.
+    like = op.Gather(node.input(2), ids)
+    table = node.input(2).shape
+    if ids.shape is not None and table is not None:
+        like.shape = ir.Shape([*ids.shape, table[1]])
+    d_sum, d_gamma, d_beta = _sum_grad(node, like, output=2, scale=5, bias=6)
+
+    def table_grad(i: int, indices: ir.Value, dy: ir.Value) -> ir.Value:
+        return op.GatherGrad(op.shape(node.input(i)), indices, dy, axis=0)
+
+    if positions is not None:
+        d_position = table_grad(3, op.Expand(positions, op.Shape(ids)), d_sum)
+    else:
+        length = op.Squeeze(op.Shape(ids, start=1))
+        d_position = table_grad(3, op.Range(0, length, 1), op.ReduceSum(d_sum, [0], keepdims=0))
+    d_segment = None if node.optional(1) is None else table_grad(4, node.input(1), d_sum)
+    return None, None, table_grad(2, ids, d_sum), d_position, d_segment, d_gamma, d_beta
+
+
+def _sum_grad(
+    node: Node, like: ir.Value, *, output: int, scale: int, bias: int | None
+) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    """The gradients towards a sum that is normalized along its last axis, towards scale and bias.
+
+    The forward node returns the sum as that output; onnx has no schema for it, so its type and shape are
+    those of `like`, and there are no defaults of attributes to fill in.
+    """
+    op, total = node.op, node.output(output)
+    if any(node.optional_grad(i) is not None for i in (1, 2) if i != output):
+        raise node.unsupported("onnxruntime does not compute its mean and inverse standard deviation")
+    total.type = total.type or like.type
+    total.shape = total.shape or like.shape
+    axis, epsilon = op.rank(total) - 1, node.attributes.get("epsilon", 1e-12)
+    parts = [] if node.optional_grad(output) is None else [node.grad(output)]
+    d_scale = d_bias = mean = None
+    if node.optional_grad(0) is not None:
+        if bias is None:
+            inv = _inverse_rms(op, total, axis, axis + 1, epsilon)
+        else:
+            mean, inv = _statistics(op, _wide(op, total), [axis], epsilon)
+        dx, d_scale, d_bias = _layer_slots(node, node.grad(0), total, mean, inv, axis, scale=scale, bias=bias)
+        parts.append(dx)
+    return _total(op, parts), d_scale, d_bias
+
+
+def _stretched(node: Node, grad: ir.Value, i: int) -> ir.Value | None:
+    """The gradient towards an optional input that was stretched to the shape of the first."""
+    value = node.optional(i)
+    return None if value is None else unbroadcast(node.op, grad, value, node.input(0))
 
 
 @gradient("BatchNormalization")
