@@ -365,6 +365,7 @@ class Inputs:
         b: np.ndarray | None,
         sl: np.ndarray | None,
         h0: np.ndarray | None,
+        h0_name: str = "H0",
     ) -> Inputs:
         for name, array in (("X", x), ("W", w), ("R", r)):
             if array.ndim != 3:
@@ -380,7 +381,7 @@ class Inputs:
         if h0 is None:
             h0 = np.zeros((directions, batch, hidden), x.dtype)
         else:
-            h0 = cell.time_first("H0", h0, directions=directions, batch=batch, hidden=hidden)
+            h0 = cell.time_first(h0_name, h0, directions=directions, batch=batch, hidden=hidden)
         if sl is None:
             return cls(x, w, r, b, h0, np.full(batch, steps), None)
         require_shape("SL", sl, batch=batch)

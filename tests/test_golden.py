@@ -38,6 +38,6 @@ def foreign_model(case: GoldenCase) -> onnx.ModelProto:
 def test_golden(case: GoldenCase, kernels: str) -> None:
     session = ortgrad.InferenceSession(foreign_model(case), kernels=kernels)
     outputs = dict(zip(case.expected, session.run(list(case.expected), case.feeds), strict=True))
-    heavy = case.op_type in ("ConvGrad", "MaxPoolGrad", "AveragePoolGrad", "GRUGrad")
+    heavy = case.op_type in ("ConvGrad", "MaxPoolGrad", "AveragePoolGrad", "GRUGrad", "LSTMGrad")
     for name, expected in case.expected.items():
         assert_close(outputs[name], expected, OTHERS if heavy else ELEMENTWISE)
