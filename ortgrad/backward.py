@@ -169,9 +169,10 @@ def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str
     for failure in failures:
         node = failure.node
         domain = node.domain or "ai.onnx"
+        name = node.name or next(value.name for value in node.outputs if value.name)
         opset = opsets.get(node.domain, "unknown")
         lines.append(
-            f"  {node.op_type} (domain {domain}, opset {opset}), node {node.name!r}: {failure.reason}"
+            f"  {node.op_type} (domain {domain}, opset {opset}), node {name!r}: {failure.reason}"
         )
     lines.append(
         "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "

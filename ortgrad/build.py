@@ -14,6 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from ortgrad.backward import FLOAT_TYPES, BackwardPass, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
+from ortgrad.models import check_names
 from ortgrad.names import free_name, name_nodes, taken_names
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete, infer_types
@@ -37,6 +38,7 @@ class Plan:
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
     """Run the backward pass; what cannot be differentiated is in its `failures`."""
+    check_names(source.graph)
     model = inline(ir.from_proto(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
@@ -56,7 +58,10 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
             raise ModelError(
                 f"output {value.name!r} has element type {_type_name(value)}, which has no gradient"
             )
-    graph.sort()
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ModelError("the nodes of the model form a cycle") from error
     names = [value.name or "" for value in targets], [value.name or "" for value in outputs]
     expand_unsupported(model, targets, outputs)
     # What was opened up has new values under the old names.

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import onnx
 from google.protobuf.message import DecodeError
 
+from ortgrad.call import EMPTY_PREFIX
 from ortgrad.errors import ModelError
 
 ModelLike: TypeAlias = "onnx.ModelProto | bytes | str | os.PathLike[str]"
@@ -34,6 +35,26 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
         except (OSError, ValueError, onnx.checker.ValidationError) as error:
             raise ModelError(f"cannot read the external data of {str(path)!r}: {error}") from error
     return proto
+
+
+def check_names(graph: onnx.GraphProto, outer: frozenset[str] = frozenset()) -> None:
+    """Raise ModelError if a node or output of the graph reads a value that nothing computes."""
+    known = {value.name for value in (*graph.input, *graph.initializer)} | outer
+    known.update(tensor.values.name for tensor in graph.sparse_initializer)
+    known.update(name for node in graph.node for name in node.output)
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in known and not name.startswith(EMPTY_PREFIX):
+                where = node.name or next(iter(node.output), "")
+                raise ModelError(
+                    f"{node.op_type} node {where!r} reads {name!r}, which is nowhere in the model"
+                )
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                check_names(inner, frozenset(known))
+    for value in graph.output:
+        if value.name not in known:
+            raise ModelError(f"the output {value.name!r} is computed nowhere in the model")
 
 
 def _parse(data: bytes, where: str) -> onnx.ModelProto:
