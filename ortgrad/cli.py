@@ -202,7 +202,7 @@ def _check(arguments: argparse.Namespace) -> int:
     except OrtgradError:
         raise
     except FAILURES as error:
-        raise ModelError(f"the model does not run: {error}") from error
+        raise ModelError(f"the model does not run: {' '.join(str(error).split())}") from error
     print(result)
     return 0 if result.ok else 1
 
@@ -211,8 +211,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     from ortgrad.explain import explain
 
     found = explain(arguments.model, wrt=arguments.wrt, of=arguments.of)
-    names = max(len(item.node) for item in found)
-    operators = max(len(item.operator) for item in found)
+    names = max((len(item.node) for item in found), default=0)
+    operators = max((len(item.operator) for item in found), default=0)
     for item in found:
         reason = item.reason if item.supported else f"NOT SUPPORTED: {item.reason}"
         becomes = " ".join(item.gradient) or f"({reason})"
@@ -308,6 +308,7 @@ def _save(model: onnx.ModelProto, path: Path, largest: int = LARGEST_FILE) -> No
 
 
 def _describe(model: onnx.ModelProto, path: Path) -> None:
-    print(f"{path}: {len(model.graph.node)} nodes")
+    count = len(model.graph.node)
+    print(f"{path}: {count} node{'s' if count != 1 else ''}")
     print(f"  inputs:  {', '.join(value.name for value in model.graph.input)}")
     print(f"  outputs: {', '.join(value.name for value in model.graph.output)}")

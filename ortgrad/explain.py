@@ -38,7 +38,8 @@ def explain(
     backward = planned.backward
     recorded = dict(backward.visits)
     failed = {failure.node: failure.reason for failure in backward.failures}
-    live = _live([backward.total(value) for value in planned.targets])
+    # Behind a node that cannot be differentiated nothing is used, but it will be when that one can.
+    used = None if failed else _live([backward.total(value) for value in planned.targets])
     found = []
     for node in planned.model.graph:
         outputs = [value.name for value in node.outputs if value.name]
@@ -48,7 +49,11 @@ def explain(
         if node in failed:
             found.append(Explanation(label, operator, reason=failed[node], supported=False))
         elif node in recorded:
-            made = tuple(_qualified(n) for n in recorded[node] if n in live and n.op_type != "Constant")
+            made = tuple(
+                _qualified(n)
+                for n in recorded[node]
+                if n.op_type != "Constant" and (used is None or n in used)
+            )
             found.append(Explanation(label, operator, made, "" if made else "the gradient passes unchanged"))
         elif rule is not None and rule.function is None and node.inputs:
             found.append(Explanation(label, operator, reason="no gradient flows through this operator"))
