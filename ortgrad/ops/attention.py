@@ -1,0 +1,215 @@
+"""Gradient rules of attention and rotary embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.backward import unbroadcast
+from ortgrad.gradient import Node, Slots, gradient
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_SWAPPED = [0, 1, 3, 2]
+_HEADS_FIRST = [0, 2, 1, 3]
+_END = np.iinfo(np.int64).max
+# What qk_matmul_output_mode makes the last output of: Q K' after scaling, softcap, mask, softmax.
+_SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
+
+
+@gradient("Attention")
+def _(node: Node) -> Slots:
+    return _Attention(node).slots()
+
+
+class _Attention:
+    """Y = P V with P = softmax(cap(scale Q K') + mask), and its gradients.
+
+    P comes from the forward node, so every way of masking is the forward's business: what is masked
+    has P = 0, and the gradient of a softmax is 0 there. Query heads that share a key are rows
+    of one matrix, so that the products below add up their gradients.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.op = node, node.op
+        self.flat = node.rank() == 3
+        self.past = node.optional(4) is not None
+        self.mode = node.attribute("qk_matmul_output_mode")
+        self.heads, self.kv_heads = (
+            node.attribute(name) if self.flat else _dim(node.input(i), 1)
+            for i, name in enumerate(("q_num_heads", "kv_num_heads"))
+        )
+        forward = self._forward()
+        self.p = forward[3]
+        self.q = self._split(node.input(0), self.heads)
+        self.k = forward[1] if self.past else self._split(node.input(1), self.kv_heads)
+        self.v = forward[2] if self.past else self._split(node.input(2), self.kv_heads)
+
+    def slots(self) -> Slots:
+        node, op = self.node, self.op
+        d_qk = None if node.optional_grad(3) is None else self._group(node.grad(3))
+        dv = ds = d_mask = None
+        if node.optional_grad(0) is not None:
+            dy, p = self._group(self._split(node.grad(0), self.heads)), self._group(self.p)
+            dv = op.MatMul(op.Transpose(p, perm=_SWAPPED), dy)
+            ds = op.MatMul(dy, op.Transpose(self.v, perm=_SWAPPED))
+        ds = self._with(ds, d_qk, _PROBABILITIES)
+        if ds is not None:
+            ds = op.SoftmaxGrad_13(ds, self._group(self.p), axis=-1)
+        if d_qk is not None and self.mode == _BIASED:
+            # Masked scores are -inf, or the lowest number, whatever Q and K are.
+            lowest = -3e4 if d_qk.dtype is not None and d_qk.dtype.itemsize == 2 else -1e30
+            d_qk = op.Where(op.Less(self._group(node.output(3)), lowest), 0.0, d_qk)
+        ds = self._with(ds, d_qk, _BIASED)
+        mask = node.optional(3)
+        if ds is not None and mask is not None and node.wants(3):
+            d_mask = self._mask_grad(ds, mask)
+        ds = self._with(ds, d_qk, _CAPPED)
+        cap = node.attribute("softcap")
+        if ds is not None and cap:
+            scores = op.MatMul(self._group(self.q), op.Transpose(self.k, perm=_SWAPPED))
+            t = op.Tanh(op.Mul(scores, op.Div(self._scale(), cap)))
+            ds = op.Mul(ds, op.Sub(1.0, op.Mul(t, t)))
+        ds = self._with(ds, d_qk, _SCALED)
+        dq = dk = None
+        if ds is not None:
+            dq = op.Mul(op.MatMul(ds, self.k), self._scale())
+            dk = op.MatMul(op.Transpose(ds, perm=_SWAPPED), self._group(self.q))
+            dk = op.Mul(dk, self._scale())
+            dq = self._merge(self._ungroup(dq))
+        dk, d_past_key = self._parts(self._plus(dk, node.optional_grad(1)), 4)
+        dv, d_past_value = self._parts(self._plus(dv, node.optional_grad(2)), 5)
+        return dq, dk, dv, d_mask, d_past_key, d_past_value
+
+    def _forward(self) -> Sequence[ir.Value]:
+        """The outputs of the forward node with P as the last one, or of one like it."""
+        import onnx_ir as ir  # takes a while
+
+        node, forward = self.node, self.node.node
+        taken = len(forward.outputs) > 3 and bool(forward.outputs[3].name)
+        if taken and self.mode != _PROBABILITIES:
+            attributes = {**node.attributes, "qk_matmul_output_mode": _PROBABILITIES}
+            outputs: Sequence[ir.Value] = self.op.Attention(*node.inputs, _outputs=4, **attributes)
+        else:
+            forward.attributes.add(ir.AttrInt64("qk_matmul_output_mode", _PROBABILITIES))
+            node.output(3)
+            outputs = [node.output(i) if self.past else value for i, value in enumerate(forward.outputs)]
+        for value in outputs:
+            value.type = node.input(0).type
+        return outputs
+
+    def _scale(self) -> ir.Value:
+        op, q, scale = self.op, self.node.input(0), self.node.attribute("scale")
+        width = _dim(q, -1)
+        if scale is None and width is not None:
+            scale = 1 / math.sqrt(width / (self.heads if self.flat and self.heads else 1))
+        if scale is not None:
+            return op.number(scale, q)
+        return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(self.q, start=3), q)))
+
+    def _with(self, grad: ir.Value | None, d_qk: ir.Value | None, mode: int) -> ir.Value | None:
+        """The gradient at a stage, with what flows in through the output that shows this stage."""
+        return self._plus(grad, d_qk) if self.mode == mode else grad
+
+    def _plus(self, grad: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
+        if grad is None or other is None:
+            return other if grad is None else grad
+        return self.op.Add(grad, other)
+
+    def _split(self, value: ir.Value, heads: int | None) -> ir.Value:
+        """[batch, head, length, width], from [batch, length, head * width] if need be."""
+        if not self.flat:
+            return value
+        return self.op.Transpose(self.op.Reshape(value, [0, 0, heads, -1]), perm=_HEADS_FIRST)
+
+    def _merge(self, value: ir.Value) -> ir.Value:
+        if not self.flat:
+            return value
+        return self.op.Reshape(self.op.Transpose(value, perm=_HEADS_FIRST), [0, 0, -1])
+
+    def _group(self, value: ir.Value) -> ir.Value:
+        """The query heads that share a key below each other."""
+        if self.heads is not None and self.heads == self.kv_heads:
+            return value
+        return self._with_heads(value, self.kv_heads, self.node.input(1))
+
+    def _ungroup(self, value: ir.Value) -> ir.Value:
+        if self.heads is not None and self.heads == self.kv_heads:
+            return value
+        return self._with_heads(value, self.heads, self.node.input(0))
+
+    def _with_heads(self, value: ir.Value, heads: int | None, like: ir.Value) -> ir.Value:
+        op = self.op
+        if heads is not None:
+            return op.Reshape(value, [0, heads, -1, 0])
+        count = op.Shape(like, start=1, end=2)
+        return op.Reshape(
+            value, op.Concat(op.constant(np.array([0])), count, op.constant(np.array([-1, 0])), axis=0)
+        )
+
+    def _mask_grad(self, ds: ir.Value, mask: ir.Value) -> ir.Value:
+        op = self.op
+        ds = self._ungroup(ds)
+        # A mask may end before the keys do.
+        ds = op.Slice(ds, [0], op.Shape(mask, start=-1), [3])
+        return unbroadcast(op, ds, mask, ds)
+
+    def _parts(self, grad: ir.Value | None, past: int) -> tuple[ir.Value | None, ir.Value | None]:
+        """The gradients towards new and past keys or values, from that towards all of them."""
+        if grad is None or not self.past:
+            return None if grad is None else self._merge(grad), None
+        op, length = self.op, self.op.Shape(self.node.input(past), start=2, end=3)
+        new = op.Slice(grad, length, [_END], [2])
+        return self._merge(new), op.Slice(grad, [0], length, [2])
+
+
+def _dim(value: ir.Value, axis: int) -> int | None:
+    dim = None if value.shape is None else value.shape[axis]
+    return dim if isinstance(dim, int) else None
+
+
+@gradient("RotaryEmbedding")
+def _(node: Node) -> Slots:
+    # A rotation is undone by the one with the opposite angle.
+    op, dy, positions = node.op, node.grad(0), node.optional(3)
+    dx = op.RotaryEmbedding(dy, node.input(1), op.Neg(node.input(2)), positions, **node.attributes)
+    if not (node.wants(1) or node.wants(2)):
+        return (dx,)
+    (x1, x2), (d1, d2) = _pairs(node, node.input(0)), _pairs(node, dy)
+    d_cos = op.ReduceSum(op.Add(op.Mul(d1, x1), op.Mul(d2, x2)), [2], keepdims=0)
+    d_sin = op.ReduceSum(op.Sub(op.Mul(d2, x1), op.Mul(d1, x2)), [2], keepdims=0)
+    if positions is None:
+        return dx, d_cos, d_sin
+    shape = op.shape(node.input(1))
+    return dx, *(op.GatherGrad(shape, positions, d, axis=0) for d in (d_cos, d_sin))
+
+
+def _pairs(node: Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """What is rotated together, both as [batch, length, head, pair]."""
+    op, width = node.op, node.attribute("rotary_embedding_dim")
+    if node.rank() == 3:
+        value = op.Reshape(value, [0, 0, node.attribute("num_heads"), -1])
+    else:
+        value = op.Transpose(value, perm=_HEADS_FIRST)
+    if width:
+        value = op.Slice(value, [0], [width], [3])
+    if node.attribute("interleaved"):
+        return op.Slice(value, [0], [_END], [3], [2]), op.Slice(value, [1], [_END], [3], [2])
+    first, second = op.Split(value, axis=3, num_outputs=2, _outputs=2)
+    return first, second
+
+
+@gradient("RotaryEmbedding", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    op = node.op
+    if node.wants(2) or node.wants(3):
+        raise node.unsupported("a gradient towards its caches is not known; use RotaryEmbedding of ai.onnx")
+    sin = op.Neg(node.input(3))
+    dx = op.RotaryEmbedding(
+        node.grad(0), node.input(1), node.input(2), sin, _domain="com.microsoft", **node.attributes
+    )
+    return (dx,)
