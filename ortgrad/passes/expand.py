@@ -8,12 +8,14 @@ import onnx_ir as ir
 
 from ortgrad.bodies import Ops, record_body
 from ortgrad.call import EMPTY_PREFIX
+from ortgrad.names import name_nodes, taken_names
 from ortgrad.passes.nodes import call_of, gradient_nodes
 from ortgrad.registry import Operator
 
 
 def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None:
     """Replace every complete gradient node for which `choose` says so, in place."""
+    taken = taken_names(model.graph)
     for node, operator in gradient_nodes(model):
         if not choose(node, operator):
             continue
@@ -29,6 +31,8 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None
             for old, new in zip(node.outputs, results, strict=True)
             if new is not None
         ]
+        # What a node's rule recorded beside it may have the same prefix.
+        name_nodes(op.nodes, taken)
         for i, made in enumerate(op.nodes):
             made.name = f"{call.node}/{made.op_type}_{i}"
         ir.convenience.replace_nodes_and_values(
