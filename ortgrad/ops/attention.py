@@ -44,26 +44,26 @@ class _Attention:
             for i, name in enumerate(("q_num_heads", "kv_num_heads"))
         )
         forward = self._forward()
-        self.p = forward[3]
         self.q = self._split(node.input(0), self.heads)
         self.k = forward[1] if self.past else self._split(node.input(1), self.kv_heads)
         self.v = forward[2] if self.past else self._split(node.input(2), self.kv_heads)
+        self.p = self._group_scores(forward[3])
 
     def slots(self) -> Slots:
         node, op = self.node, self.op
-        d_qk = None if node.optional_grad(3) is None else self._group(node.grad(3))
+        d_qk = None if node.optional_grad(3) is None else self._group_scores(node.grad(3))
         dv = ds = d_mask = None
         if node.optional_grad(0) is not None:
-            dy, p = self._group(self._split(node.grad(0), self.heads)), self._group(self.p)
-            dv = op.MatMul(op.Transpose(p, perm=_SWAPPED), dy)
+            dy = self._group(self._split(node.grad(0), self.heads))
+            dv = op.MatMul(op.Transpose(self.p, perm=_SWAPPED), dy)
             ds = op.MatMul(dy, op.Transpose(self.v, perm=_SWAPPED))
         ds = self._with(ds, d_qk, _PROBABILITIES)
         if ds is not None:
-            ds = op.SoftmaxGrad_13(ds, self._group(self.p), axis=-1)
+            ds = op.SoftmaxGrad_13(ds, self.p, axis=-1)
         if d_qk is not None and self.mode == _BIASED:
             # Masked scores are -inf, or the lowest number, whatever Q and K are.
             lowest = -3e4 if d_qk.dtype is not None and d_qk.dtype.itemsize == 2 else -1e30
-            d_qk = op.Where(op.Less(self._group(node.output(3)), lowest), 0.0, d_qk)
+            d_qk = op.Where(op.Less(self._group_scores(node.output(3)), lowest), 0.0, d_qk)
         ds = self._with(ds, d_qk, _BIASED)
         mask = node.optional(3)
         if ds is not None and mask is not None and node.wants(3):
@@ -136,6 +136,16 @@ class _Attention:
         if self.heads is not None and self.heads == self.kv_heads:
             return value
         return self._with_heads(value, self.kv_heads, self.node.input(1))
+
+    def _group_scores(self, scores: ir.Value) -> ir.Value:
+        op, length = self.op, 1 if self.flat else 2
+        known = all(_dim(v, length) is not None for v in self.node.inputs[1:3] if v is not None)
+        if known and not self.past:
+            return self._group(scores)
+        # onnx takes a symbolic number of keys for 0 here, so the shape must come from elsewhere.
+        rows = op.constant(np.array([-1]))
+        shape = op.Concat(op.Shape(self.k, end=2), rows, op.Shape(self.k, start=2, end=3), axis=0)
+        return op.Reshape(scores, shape)
 
     def _ungroup(self, value: ir.Value) -> ir.Value:
         if self.heads is not None and self.heads == self.kv_heads:
