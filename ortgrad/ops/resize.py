@@ -13,7 +13,7 @@ from ortgrad.ops._sampling import sample
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FLOAT = 1
+_FLOAT, _INT64 = 1, 7
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 # Nearest neighbours of whole factors that repeat every element: (coordinates, rounding).
 _REPEATING = {
@@ -116,8 +116,6 @@ def _whole_factors(node: Node, factors: dict[int, float | None]) -> dict[int, in
 def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
     """Resize of the unit matrix along its second axis as X is resized along this one."""
     op, x, number = node.op, node.input(0), axes.index(axis)
-    known = x.shape[axis] if x.shape is not None else None
-    size = known if isinstance(known, int) else op.Gather(op.Shape(x), axis)
     same: dict[str, Any] = {
         name: node.attribute(name)
         for name in (
@@ -129,38 +127,65 @@ def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
             "nearest_mode",
         )
     }
-    places = op.Range(0, size, 1)
+    known = x.shape[axis] if x.shape is not None else None
+    places = op.Range(0, known if isinstance(known, int) else op.Gather(op.Shape(x), axis), 1)
     unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=_FLOAT)
     roi = None
     if same["coordinate_transformation_mode"] == "tf_crop_and_resize" and node.optional(1) is not None:
-        roi = op.Gather(node.input(1), [number, len(axes) + number])
+        start, end = (op.Gather(node.input(1), [k]) for k in (number, len(axes) + number))
+        roi = op.Concat(start, np.zeros(1, np.float32), end, np.ones(1, np.float32), axis=0)
         # Places outside of X give extrapolation_value, which does not depend on X.
         same["extrapolation_value"] = 0.0
+    scales = sizes = None
+    copies = _copies(node)
     if _has_policy(node):
-        return _unit_response_with_policy(node, axes, axis, unit, same)
-    if node.optional(3) is not None:
-        return op.Resize(unit, roi, None, op.Gather(node.input(3), [number]), axes=[1], **same)
-    return op.Resize(unit, roi, op.Gather(node.input(2), [number]), None, axes=[1], **same)
+        unit = op.Pad(unit, [0, 1], None, [1], mode="edge")
+        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=_FLOAT), axis=0)
+    elif node.optional(3) is not None:
+        sizes = op.Concat(op.Gather(node.input(3), [number]), copies, axis=0)
+    else:
+        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=_FLOAT), axis=0)
+    resized = op.Resize(op.Unsqueeze(unit, [0, 3]), roi, scales, sizes, axes=[2, 3], **same)
+    if _has_policy(node):
+        length = op.Shape(node.output(0), start=axis, end=axis + 1)
+        resized = op.Slice(resized, [0, 0], op.Concat(length, [1], axis=0), [2, 3])
+    else:
+        resized = op.Slice(resized, [0], [1], [3])
+    return op.Squeeze(resized, [0, 3])
 
 
-def _unit_response_with_policy(
-    node: Node, axes: list[int], axis: int, unit: ir.Value, same: dict[str, Any]
-) -> ir.Value:
-    """All axes get one factor, and lengths are rounded and not cut off as scales do it."""
+def _copies(node: Node) -> ir.Value:
+    """How often to repeat one more axis of length 1 beside the unit matrix: 2, or 1 if X keeps its shape.
+
+    Where no length changes, onnxruntime copies X whatever the scales are. If another axis of X has a new
+    length then that must not happen to the matrix of an axis that keeps its own.
+    """
+    op, x, y = node.op, node.input(0), node.output(0)
+    dims = zip(x.shape or [], y.shape or [], strict=False)
+    scales = node.constant(2)
+    changed = any(isinstance(n, int) and isinstance(m, int) and n != m for n, m in dims)
+    if changed or (scales is not None and ((scales < 1) | (scales >= 2)).any()):
+        return op.constant(np.array([2], np.int64))
+    equal = op.Cast(op.Equal(op.shape(x), op.shape(y)), to=_INT64)
+    return op.Sub([2], op.ReduceProd(equal, keepdims=1))
+
+
+def _common_factor(node: Node, axes: list[int], same: dict[str, Any]) -> ir.Value:
+    """The factor of all axes under a keep_aspect_ratio_policy.
+
+    Lengths are rounded then, and not cut off as with scales; so the unit matrix gets one place more that
+    looks like the last one. It makes the result long enough, and nothing else changes.
+    """
     op, policy = node.op, node.attribute("keep_aspect_ratio_policy")
-    coordinates = same["coordinate_transformation_mode"]
-    if coordinates not in ("half_pixel", "asymmetric") or same["antialias"] or same["exclude_outside"]:
+    independent = same["coordinate_transformation_mode"] in ("half_pixel", "asymmetric")
+    if not independent or same["antialias"] or same["exclude_outside"]:
         raise node.unsupported(
             f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
             "asymmetric only, without antialias and exclude_outside"
         )
     lengths = op.Cast(op.Gather(op.shape(node.input(0)), axes), to=_FLOAT)
     factors = op.Div(op.Cast(node.input(3), to=_FLOAT), lengths)
-    factor = (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
-    # One place more that looks like the last one makes it long enough, and nothing else changes.
-    longer = op.Pad(unit, [0, 1], None, [1], mode="edge")
-    length = op.Shape(node.output(0), start=axis, end=axis + 1)
-    return op.Slice(op.Resize(longer, None, factor, None, axes=[1], **same), [0], length, [1])
+    return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
 
 
 @gradient("GridSample")
