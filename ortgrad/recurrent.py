@@ -465,7 +465,7 @@ class Values:
     h0: ir.Value  # [batch, hidden]
     steps: ir.Value  # (steps)
     state: ir.Value  # (batch, hidden)
-    hidden: ir.Value  # (hidden)
+    hidden: ir.Value | int  # (hidden), or the number if it is known
     lengths: ir.Value | None  # [batch]
     valid: ir.Value | None  # [steps, batch, 1]
 
@@ -488,10 +488,11 @@ class Values:
         x = cell.onnx_time_first(op, x, 1)
         count = len(cell.reverse)
         steps, batch = (op.Slice(op.shape(x), [i], [i + 1]) for i in (0, 1))
-        hidden = op.Slice(op.shape(r), [2], [3])
-        if cell.hidden_size is not None:
-            hidden = op.constant(np.array([cell.hidden_size]))
-        state = op.Concat(batch, hidden, axis=0)
+        hidden = cell.hidden_size
+        if hidden is None and r.shape is not None and isinstance(r.shape[2], int):
+            hidden = r.shape[2]
+        size = op.Slice(op.Shape(r), [2], [3]) if hidden is None else op.constant(np.array([hidden]))
+        state = op.Concat(batch, size, axis=0)
         lengths = valid = None
         if sl is not None:
             end = op.Add(op.Squeeze(steps, [0]), 1)
@@ -504,8 +505,7 @@ class Values:
         for d, first in enumerate(initial_states(op, cell, h0, x, state)):
             biases = None
             if b is not None:
-                half = op.Mul(hidden, [gates])
-                biases = op.Split(pick(op, b, d, count), op.Concat(half, half, axis=0), axis=0, _outputs=2)
+                biases = _split(op, pick(op, b, d, count), hidden or size, (gates, gates), 0)
             result.append(
                 cls(
                     cell.reverse[d],
@@ -517,7 +517,7 @@ class Values:
                     first,
                     steps,
                     state,
-                    hidden,
+                    hidden or size,
                     lengths,
                     valid,
                 )
@@ -535,8 +535,7 @@ class Values:
 
     def split(self, op: Ops, value: ir.Value, parts: Sequence[int], axis: int) -> Sequence[ir.Value]:
         """Pieces of so many gates along an axis."""
-        sizes = op.Concat(*(op.Mul(self.hidden, [count]) for count in parts), axis=0)
-        return op.Split(value, sizes, axis=axis, _outputs=len(parts))
+        return _split(op, value, self.hidden, parts, axis)
 
     def keep_valid(self, op: Ops, value: ir.Value) -> ir.Value:
         """Zero where a row is over."""
@@ -573,6 +572,14 @@ class Values:
             return op.full_like(self.h0, 0.0)
         picked = pick(op, cell.onnx_time_first(op, given, 1), d, len(cell.reverse))
         return self.keep_begun(op, op.Reshape(picked, self.state))
+
+
+def _split(op: Ops, value: ir.Value, hidden: ir.Value | int, parts: Sequence[int], axis: int) -> Any:
+    if isinstance(hidden, int):
+        # Shape inference understands constants only.
+        return op.Split(value, [count * hidden for count in parts], axis=axis, _outputs=len(parts))
+    sizes = op.Concat(*(op.Mul(hidden, [count]) for count in parts), axis=0)
+    return op.Split(value, sizes, axis=axis, _outputs=len(parts))
 
 
 def initial_states(
