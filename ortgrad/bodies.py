@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortgrad.call import Call
 from ortgrad.errors import NodeError
-from ortgrad.registry import find_operator
+from ortgrad.registry import Operator, find_anywhere, find_operator
 
 # The bodies use these operators as they are from this opset on (reductions with axes as an input,
 # ScatterElements with reduction, Pad with axes); older models are converted up to it.
@@ -59,14 +59,15 @@ class Ops(ir.tape.Tape):
         like = next((o for o in operands if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
         inputs = [self._operand(o, like) for o in operands]
         attributes = {k: v for k, v in attributes.items() if v is not None}
-        key = (op_type, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
+        key = (op_type, _domain, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
         if key in self._recorded:
             return self._recorded[key]
-        gradient = find_operator(op_type)
+        gradient = _declared(op_type, _domain)
         outputs = self.op_multi_out(
             op_type, inputs, attributes, num_outputs=_outputs, domain=gradient.domain if gradient else _domain
         )
-        for output, element in zip(outputs, self._element_types(op_type, inputs, attributes), strict=False):
+        elements = self._element_types(op_type, gradient, inputs, attributes)
+        for output, element in zip(outputs, elements, strict=False):
             if element is not None:
                 output.type = ir.TensorType(element)
         for output in outputs:
@@ -142,11 +143,14 @@ class Ops(ir.tape.Tape):
         return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
 
     def _element_types(
-        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: dict[str, Any]
+        self,
+        op_type: str,
+        gradient: Operator | None,
+        inputs: Sequence[ir.Value | None],
+        attributes: dict[str, Any],
     ) -> Sequence[ir.DataType | None]:
         if op_type == "Cast":
             return [ir.DataType(attributes["to"])]
-        gradient = find_operator(op_type)
         if gradient is not None:
             types = [slot.type for slot in gradient.inputs]
             return [
@@ -158,6 +162,14 @@ class Ops(ir.tape.Tape):
             element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)
             for element in _output_types(op_type, self.opset)
         ]
+
+
+def _declared(op_type: str, domain: str) -> Operator | None:
+    """The declared operator that a name means; of those from outside only one that ONNX has not."""
+    if domain:
+        return find_operator(op_type, domain)
+    own = find_operator(op_type)
+    return own if own or onnx.defs.has(op_type) else find_anywhere(op_type)
 
 
 def _dtype(inputs: Sequence[ir.Value | None], index: int) -> ir.DataType | None:

@@ -260,6 +260,11 @@ def find_operator(name: str, domain: str = DOMAIN) -> Operator | None:
     return _operators.get((domain, name))
 
 
+def find_anywhere(name: str) -> Operator | None:
+    """The first operator of that name in any domain, or None."""
+    return next((operator for operator in _operators.values() if operator.name == name), None)
+
+
 def all_operators() -> tuple[Operator, ...]:
     """Every declared operator, in the order of declaration."""
     return tuple(_operators.values())
