@@ -13,25 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
+from recurrent_support import FUNCTIONS
 from support import KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
 
 import ortgrad
 from ortgrad import nodes
 from ortgrad.ops.gru import gru_training
 
-FUNCTIONS = {
-    "Sigmoid": lambda x, a, b: torch.sigmoid(x),
-    "Tanh": lambda x, a, b: torch.tanh(x),
-    "Relu": lambda x, a, b: torch.relu(x),
-    "Affine": lambda x, a, b: a * x + b,
-    "LeakyRelu": lambda x, a, b: torch.nn.functional.leaky_relu(x, a),
-    "ThresholdedRelu": lambda x, a, b: torch.where(x > a, x, 0),
-    "ScaledTanh": lambda x, a, b: a * torch.tanh(b * x),
-    "HardSigmoid": lambda x, a, b: torch.clamp(a * x + b, 0, 1),
-    "Elu": lambda x, a, b: torch.nn.functional.elu(x, a),
-    "Softsign": lambda x, a, b: torch.nn.functional.softsign(x),
-    "Softplus": lambda x, a, b: torch.nn.functional.softplus(x),
-}
 INPUTS = ("X", "W", "R", "B", "H0")
 TOLERANCE = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12, np.dtype(np.float16): 1e-2}
 

@@ -374,6 +374,36 @@ def test_peephole_gradients_need_the_peepholes(kernels: str) -> None:
         gradients(case, feeds, upstream, kernels, list(FLOATS))
 
 
+@kernels_
+@pytest.mark.parametrize("clip", [None, 0.8])
+def test_peepholes_of_a_foreign_pair_are_found(kernels: str, clip: float | None) -> None:
+    case = lstm("foreign", clip=clip, absent=("dY_c",))
+    feeds, upstream = case.feeds(np.float32), case.upstream(np.float32)
+    names = [name if name in feeds else "" for name in OPERANDS]
+    training = [*SAVED[:1], "HFinal", "CFinal", *SAVED[1:]]
+    given = ["X", "W", "R", "", "H0", "C0", *SAVED, "dHAll", "dHFinal"]
+    made = ["dX", "dW", "dR", "dB", "dH0", "dC0"]
+    info = helper.make_tensor_value_info
+    fed = {**feeds, **{UPSTREAM[name]: array for name, array in upstream.items()}}
+    attributes = {k: v for k, v in case.attributes.items() if k != "layout"}
+    graph = helper.make_graph(
+        [
+            helper.make_node("LSTMTraining", names, training, domain="com.microsoft", **attributes),
+            helper.make_node("LSTMGrad", given, made, domain="com.microsoft", **attributes),
+        ],
+        "foreign",
+        [info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in fed.items()],
+        [info(n, 1, None) for n in made],
+    )
+    opsets = [helper.make_opsetid("", 15), helper.make_opsetid("com.microsoft", 1)]
+    session = ortgrad.InferenceSession(
+        helper.make_model(graph, opset_imports=opsets, ir_version=8), kernels=kernels
+    )
+    expected = plain_gradients(case, feeds, upstream)
+    for name, value in zip(made, session.run(made, fed), strict=True):
+        assert_close(value, expected[name[1:]], 1e-5)
+
+
 def test_a_saved_model_needs_no_library() -> None:
     case = lstm("saved", direction="bidirectional", lengths=(3, 1, 4), layout=1, clip=0.9)
     feeds, upstream = case.feeds(np.float64), case.upstream(np.float64)

@@ -17,7 +17,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
 from ortgrad.passes.nodes import call_of, gradient_nodes
-from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator
+from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
 
 POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
 ACCUMULATOR = "InPlaceAccumulatorV2"
@@ -52,6 +52,8 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     """Write down what the node says by leaving things out, and name all its outputs."""
     if operator.name in POOL_GRADIENTS and len(node.inputs) == len(operator.inputs) - 1:
         _add_shape_input(model, node)
+    if operator.name == "LSTMGrad":
+        _add_cell_inputs(node, operator)
     if operator.name == ACCUMULATOR and node.graph is model.graph:
         _expose_sum(model.graph, node)
     present = [value is not None for value in node.inputs]
@@ -113,6 +115,23 @@ def _add_shape_input(model: ir.Model, node: ir.Node) -> None:
         )
     node.resize_inputs(len(node.inputs) + 1)
     node.replace_input_with(len(node.inputs) - 1, model.graph.initializers[name])
+
+
+def _add_cell_inputs(node: ir.Node, operator: Operator) -> None:
+    """Give LSTMGrad the B and P of its LSTMTraining, which onnxruntime-training leaves out."""
+    slots = {slot.name: i for i, slot in enumerate(operator.inputs)}
+    gates = node.inputs[slots["iofc"]] if len(node.inputs) > slots["iofc"] else None
+    forward = None if gates is None else gates.producer()
+    if forward is None or forward.op_type != "LSTMTraining" or len(node.inputs) > slots["B"]:
+        return
+    node.resize_inputs(len(slots))
+    training = find_operator("LSTMTraining")
+    assert training is not None
+    for slot, value in zip(training.inputs, forward.inputs, strict=False):
+        # The biases only tell what was clipped.
+        needed = slot.name == "P" or (slot.name == "B" and "clip" in node.attributes)
+        if needed and value is not None and not (value.name or "").startswith(EMPTY_PREFIX):
+            node.replace_input_with(slots[slot.name], value)
 
 
 def _expose_sum(graph: ir.Graph, node: ir.Node) -> None:
