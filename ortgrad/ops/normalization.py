@@ -793,14 +793,13 @@ def _(node: Node) -> Slots:
 @gradient("MeanVarianceNormalization")
 def _(node: Node) -> Slots:
     op, axes = node.op, [axis % node.rank() for axis in node.attribute("axes")]
-    dy, x, y = (_wide(op, v) for v in (node.grad(0), node.input(0), node.output(0)))
+    dy, x = _wide(op, node.grad(0)), _wide(op, node.input(0))
     centred = op.Sub(x, op.ReduceMean(x, axes))
     deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes))
     # Y = centred / (deviation + 1e-9); where all values are equal, it does not move with the deviation.
     flat = op.Equal(deviation, 0.0)
     normalized = op.Where(flat, 0.0, op.Div(centred, op.Where(flat, 1.0, deviation)))
-    pull = op.Add(op.Mul(normalized, op.ReduceMean(op.Mul(dy, y), axes)), op.ReduceMean(dy, axes))
-    return (op.Div(op.Sub(dy, pull), op.Add(deviation, 1e-9)),)
+    return (_standardized_grad(op, dy, normalized, op.Reciprocal(op.Add(deviation, 1e-9)), axes),)
 
 
 @gradient("LpNormalization")
