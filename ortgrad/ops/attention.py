@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.backward import unbroadcast
 from ortgrad.gradient import Node, Slots, gradient
 
 if TYPE_CHECKING:
@@ -162,6 +161,8 @@ class _Attention:
         )
 
     def _mask_grad(self, ds: ir.Value, mask: ir.Value) -> ir.Value:
+        from ortgrad.backward import unbroadcast  # imports onnx-ir, which takes a while
+
         op = self.op
         ds = self._ungroup(ds)
         # A mask may end before the keys do.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.backward import unbroadcast
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import blockwise, require_same_shape
@@ -581,6 +580,8 @@ def _layer_slots(
 
     if all(_spans(value, x, axis) for value in (weights, shift) if value is not None):
         return layer_grad(dy, weights)
+    from ortgrad.backward import unbroadcast  # imports onnx-ir, which takes a while
+
     # scale or bias are stretched to the shape of X.
     ones = op.Expand(op.number(1.0, x), op.Shape(x, start=axis))
     dx = layer_grad(op.Mul(dy, weights), ones)[0]
@@ -695,6 +696,8 @@ def _sum_grad(
 
 def _stretched(node: Node, grad: ir.Value, i: int) -> ir.Value | None:
     """The gradient towards an optional input that was stretched to the shape of the first."""
+    from ortgrad.backward import unbroadcast
+
     value = node.optional(i)
     return None if value is None else unbroadcast(node.op, grad, value, node.input(0))
 
