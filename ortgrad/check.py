@@ -277,12 +277,16 @@ class _CannotRunError(Exception):
 FAILURES: tuple[type[Exception], ...] = (_CannotRunError, OrtgradError, *ORT_ERRORS)
 
 
-def _onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
+def _quiet() -> onnxruntime.SessionOptions:
+    """For sessions whose failures are handled here: onnxruntime need not write them to stderr."""
     options = onnxruntime.SessionOptions()
-    # Failures are handled here; onnxruntime need not write them to stderr.
     options.log_severity_level = 4
+    return options
+
+
+def _onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
     try:
-        session = InferenceSession(model, options, kernels="onnx")
+        session = InferenceSession(model, _quiet(), kernels="onnx")
     except ORT_ERRORS as error:
         raise _CannotRunError(str(error)) from error
     names = [output.name for output in session.get_outputs()]
@@ -401,15 +405,15 @@ def _complete_feeds(
     missing = [v for v in proto.graph.input if v.name not in given and v.name not in defaults]
     if not missing:
         return given
-    session = InferenceSession(proto, kernels="onnx")
+    session = InferenceSession(proto, _quiet(), kernels="onnx")
     reason = "its outputs are not finite"
     # Equal sizes for models whose names of dimensions do not say which must agree.
     for spread, distinct in itertools.product(DISTRIBUTIONS, (True, False)):
-        drawn = _draw(missing, proto, spread, distinct, generator)
+        drawn = _draw(missing, _sizes(proto, given), spread, distinct, generator)
         try:
             results = session.run(list(outputs), _typed(proto, {**given, **drawn}))
         except ORT_ERRORS as error:
-            reason = str(error)
+            reason = " ".join(str(error).split())
             continue
         if all(np.isfinite(np.asarray(result)).all() for result in results):
             return {**given, **drawn}
@@ -423,14 +427,24 @@ DISTRIBUTIONS: Sequence[Callable[[np.random.Generator, Sequence[int]], np.ndarra
 )
 
 
+def _sizes(proto: onnx.ModelProto, given: Arrays) -> dict[str, int]:
+    """What the given feeds say about symbolic dimensions."""
+    return {
+        dim.dim_param: size
+        for value in proto.graph.input
+        if value.name in given
+        for dim, size in zip(value.type.tensor_type.shape.dim, given[value.name].shape, strict=False)
+        if dim.dim_param
+    }
+
+
 def _draw(
     missing: Iterable[onnx.ValueInfoProto],
-    proto: onnx.ModelProto,
+    sizes: dict[str, int],
     spread: Callable[[np.random.Generator, Sequence[int]], np.ndarray],
     distinct: bool,
     generator: np.random.Generator,
 ) -> Arrays:
-    sizes: dict[str, int] = {}
     drawn = {}
     for value in missing:
         tensor = value.type.tensor_type
