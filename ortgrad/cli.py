@@ -288,11 +288,11 @@ def _output_path(name: str) -> Path:
     return path
 
 
-def _save(model: onnx.ModelProto, path: Path, largest: int = LARGEST_FILE) -> None:
+def _save(model: onnx.ModelProto, path: Path) -> None:
     """Write a model; the weights of one that does not fit in one file go to a second beside it."""
     import onnx
 
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= largest:
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST_FILE:
         path.write_bytes(model.SerializeToString())
         return
     data = path.with_name(path.name + ".data")
