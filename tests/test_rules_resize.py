@@ -294,6 +294,31 @@ def test_points_that_are_not_finite() -> None:
     assert grads["b"][0, 0, 0, 0] == grads["b"][0, 0, 1, 1] == grads["b"][0, 1, 0, 0] == 0
 
 
+@pytest.mark.parametrize(
+    ("op_type", "inputs"),
+    [
+        ("GridSample", [normal(1, 2, 4, 5), grid_of(1, 2, 3, 2)]),
+        ("Resize", [normal(1, 2, 4, 5), None, floats(1, 1, 1.5, 0.8)]),
+        ("Resize", [normal(1, 2, 4, 5), None, floats(1, 1, 2, 2)]),
+    ],
+)
+def test_half_precision(op_type: str, inputs: list[np.ndarray | None]) -> None:
+    results = []
+    for dtype in (np.float16, np.float32):
+        # In float16 first: both read the same numbers.
+        half = [a.astype(np.float16).astype(dtype) if a is not None and a.ndim > 1 else a for a in inputs]
+        attributes = {"mode": "linear"} if op_type == "Resize" else {}
+        model, feeds = one_node(op_type, half, attributes, opset=20, constants=[2] * (len(inputs) > 2))
+        shape = (
+            (1, 2, 2, 3) if op_type == "GridSample" else tuple(int(n) for n in inputs[0].shape * inputs[2])
+        )
+        seed = normal(*shape, seed=4).astype(np.float16).astype(dtype)
+        results.append(gradients(model, feeds, {"y": seed}, [n for n in feeds if feeds[n].dtype == dtype]))
+    for low, high in zip(results[0].values(), results[1].values(), strict=True):
+        assert low.dtype == np.float16
+        np.testing.assert_allclose(low, high, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("align", [0, 1])
 @pytest.mark.parametrize("size", [(2, 3, 4, 5), (2, 3, 2, 4, 5)])
 @pytest.mark.parametrize("constant", [True, False], ids=["constant", "run-time"])

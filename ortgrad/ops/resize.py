@@ -202,8 +202,9 @@ def _(node: Node) -> Slots:
         coordinates = op.Mul(op.Div(op.Add(points, 1.0), 2.0), op.Sub(lengths, 1.0))
     else:
         coordinates = op.Div(op.Sub(op.Mul(op.Add(points, 1.0), lengths), 1.0), 2.0)
-    # onnxruntime reads at the border what is not finite.
-    finite = op.Less(op.Abs(coordinates), 2.0**62)
+    # onnxruntime reads at the border what is not finite, or no whole number can hold.
+    short = grid.dtype is not None and grid.dtype.itemsize < 4
+    finite = op.Less(op.Abs(coordinates), math.inf if short else 2.0**62)
     coordinates = op.Where(finite, coordinates, 0.0 if align else -0.5)
     samples = sample(op, x, coordinates, order, mode, node.attribute("padding_mode"), align)
     dy = op.Transpose(op.Reshape(node.grad(0), [0, 0, -1]), perm=[0, 2, 1])
