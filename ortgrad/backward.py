@@ -171,9 +171,7 @@ def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str
         domain = node.domain or "ai.onnx"
         name = node.name or next(value.name for value in node.outputs if value.name)
         opset = opsets.get(node.domain, "unknown")
-        lines.append(
-            f"  {node.op_type} (domain {domain}, opset {opset}), node {name!r}: {failure.reason}"
-        )
+        lines.append(f"  {node.op_type} (domain {domain}, opset {opset}), node {name!r}: {failure.reason}")
     lines.append(
         "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
         "or put an equivalent operator in their place."
@@ -234,5 +232,11 @@ def _default_attributes(op_type: str, domain: str, opset: int) -> dict[str, Any]
     for name, attribute in onnx.defs.get_schema(op_type, version, domain).attributes.items():
         if attribute.default_value.type:
             value = onnx.helper.get_attribute_value(attribute.default_value)
-            defaults[name] = value.decode() if isinstance(value, bytes) else value
+            defaults[name] = _decoded(value)
     return defaults
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return value.decode() if isinstance(value, bytes) else value

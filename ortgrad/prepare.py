@@ -23,8 +23,11 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     return prepare_loaded(load_model(model), kernels)
 
 
-def prepare_loaded(model: onnx.ModelProto, kernels: Kernels) -> onnx.ModelProto:
-    """The same for a model in memory; one without gradient nodes is returned as it is."""
+def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True) -> onnx.ModelProto:
+    """The same for a model in memory; one without gradient nodes is returned as it is.
+
+    Without `bodies`, gradient nodes that stay can only run on their Python kernels.
+    """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
     if not (_has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)):
@@ -32,7 +35,7 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels) -> onnx.ModelProto:
     # onnx-ir takes a while to import, and models without gradient nodes do not need it.
     from ortgrad.passes.pipeline import prepare_proto
 
-    return prepare_proto(model, kernels)
+    return prepare_proto(model, kernels, bodies=bodies)
 
 
 def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:

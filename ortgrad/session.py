@@ -73,7 +73,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         model = load_model(path_or_bytes, external_data=False)
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
-        prepared = prepare_loaded(model, kernels)
+        prepared = prepare_loaded(model, kernels, bodies=False)
         if prepared is not model:
             model = prepared
             if _bind_nodes(model.graph, dispatch.add_monitor(self._monitor)):

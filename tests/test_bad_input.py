@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support import GoldenCase, assert_close, golden_cases
+from support import GoldenCase, assert_close, golden_cases, symbolic_shapes
 
 import ortgrad
 from ortgrad import nodes
@@ -26,10 +26,13 @@ def dynamic_model(case: GoldenCase) -> onnx.ModelProto:
         inputs["X_shape"] = "X_shape"
     floats = [a.dtype for a in case.feeds.values() if a.dtype.kind == "f"]
     node = build(**inputs, outputs=case.outputs, **case.attributes)
-    model = nodes.make_model(node, dtype=floats[0])
+    feeds = feeds_of(case)
+    model = nodes.make_model(node, dtype=floats[0], shapes=symbolic_shapes(feeds))
     for given in model.graph.input:
-        array = feeds_of(case)[given.name]
-        given.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        element = onnx.helper.np_dtype_to_tensor_dtype(feeds[given.name].dtype)
+        given.type.CopyFrom(onnx.helper.make_tensor_type_proto(element, None))
+    for made in [*model.graph.output, *model.graph.value_info]:
+        made.type.tensor_type.ClearField("shape")
     return model
 
 

@@ -11,13 +11,8 @@ from ortgrad.registry import find_operator
 
 def attach(model: ir.Model) -> None:
     """Give complete gradient nodes their functions; nodes with equal bodies share one."""
+    detach(model)
     nodes = list(gradient_nodes(model))
-    ours = {node for node, _ in nodes}
-    others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
-    for key, function in list(model.functions.items()):
-        # A body from an earlier time: its node gets a new one, or is there no more.
-        if is_body(function) and key not in others:
-            del model.functions[key]
     for node, operator in nodes:
         if operator.body is None:
             continue
@@ -27,6 +22,17 @@ def attach(model: ir.Model) -> None:
     # Overloads came with IR version 10.
     if nodes:
         model.ir_version = max(model.ir_version, 10)
+
+
+def detach(model: ir.Model) -> None:
+    """Take the bodies away that were attached at an earlier time."""
+    ours = {node for node, _ in gradient_nodes(model)}
+    others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
+    for key, function in list(model.functions.items()):
+        if is_body(function) and key not in others:
+            del model.functions[key]
+    for node in ours:
+        node.overload = ""
 
 
 def is_body(function: ir.Function) -> bool:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ortgrad.call import EMPTY_PREFIX
-from ortgrad.passes.attach import attach
+from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.complete import complete, infer_types
 from ortgrad.passes.expand import expand
 from ortgrad.passes.gradient_op import expand_gradient_operator
@@ -19,8 +19,8 @@ from ortgrad.passes.opset import at_minimum_opset
 from ortgrad.registry import PYTHON_TYPES, Operand, Operator, Way, find_operator
 
 
-def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
-    """A copy of the model with complete gradient nodes and their bodies, or the bodies alone."""
+def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
+    """A copy of the model with complete gradient nodes, or what is in their bodies in their place."""
     model = ir.from_proto(_with_empty_tensors(source))
     _inline_functions_with_gradients(model)
     complete(model)
@@ -28,8 +28,10 @@ def prepare_proto(source: onnx.ModelProto, kernels: str) -> onnx.ModelProto:
     if expand_gradient_operator(model):
         complete(model)
     expand(model, _chooser(kernels))
-    infer_types(model)
-    attach(model)
+    detach(model)
+    if bodies:
+        infer_types(model)
+        attach(model)
     prepared = ir.to_proto(model)
     # onnx-ir has no place for it.
     prepared.training_info.extend(source.training_info)
