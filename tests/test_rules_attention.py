@@ -227,7 +227,7 @@ def test_attention_differences(name: str) -> None:
 
 
 def test_a_causal_mask_with_lengths_is_refused() -> None:
-    """ONNX defines it in two ways: by a function body, and by test data that it does not reproduce."""
+    """onnxruntime's double Attention, a function body, disagrees with its float kernel here."""
     model, _ = make_model(Case(CAUSAL, lengths=[5, 6]))
     with pytest.raises(ortgrad.UnsupportedGradientError, match="mask into attn_mask"):
         ortgrad.build_gradient_model(model, wrt="q")
