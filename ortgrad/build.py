@@ -23,9 +23,7 @@ from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.inline import inline
 from ortgrad.passes.loop_shapes import infer_loop_shapes
-from ortgrad.passes.nodes import gradient_nodes
 from ortgrad.passes.opset import at_minimum_opset
-from ortgrad.registry import CALL_ATTRIBUTE
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     graph.sort()
     deduplicate(model)
     RemoveUnusedNodesPass()(model)
-    _leave_out_unused(model)
     for node in graph.all_nodes():
         # The pass takes away empty inputs at the end, of which Loop needs two.
         if node.op_type == "Loop" and len(node.inputs) < 2:
@@ -107,16 +104,6 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     complete(model)
     attach(model)
     return ir.to_proto(model)
-
-
-def _leave_out_unused(model: ir.Model) -> None:
-    """Leave out optional outputs of gradient nodes that nothing reads, so that nobody computes them."""
-    for node, operator in gradient_nodes(model):
-        if CALL_ATTRIBUTE in node.attributes:
-            continue
-        for slot, value in zip(operator.outputs, node.outputs, strict=False):
-            if slot.optional and not value.uses() and not value.is_graph_output():
-                value.name = ""
 
 
 def _values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
