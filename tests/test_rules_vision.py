@@ -71,6 +71,13 @@ def test_col2im_of_unknown_rank() -> None:
         ortgrad.build_gradient_model(model, wrt=["a"])
 
 
+def test_col2im_that_onnxruntime_gets_wrong() -> None:
+    inputs: list[np.ndarray | None] = [normal(1, 6, 5), ints(9), ints(3)]
+    model, _ = one_node("Col2Im", inputs, {"dilations": [2]}, symbolic=False)
+    with pytest.raises(ortgrad.UnsupportedGradientError, match="onnxruntime does not compute"):
+        ortgrad.build_gradient_model(model, wrt=["a"])
+
+
 def deformed(
     group: int = 1, sets: int = 1, *, mask: bool = True, bias: bool = True, **attributes: Any
 ) -> tuple[list[np.ndarray | None], dict[str, Any]]:

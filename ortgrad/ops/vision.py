@@ -46,6 +46,11 @@ def _(node: Node) -> Slots:
         raise node.unsupported("the number of spatial dimensions is not known")
     strides = per_dimension("strides", node.attribute("strides"), count)
     dilations = per_dimension("dilations", node.attribute("dilations"), count)
+    if count != 2 and max(dilations) > 1:
+        raise node.unsupported(
+            f"with dilations {list(dilations)} and {count} spatial dimensions onnxruntime does not compute what "
+            "ONNX says"
+        )
     heads, tails = explicit_pads(node.attribute("pads"), count)
     if any((*heads, *tails)):
         dy = op.Pad(dy, [*heads, *tails], None, list(range(2, 2 + count)))
