@@ -48,8 +48,8 @@ def _(node: Node) -> Slots:
     dilations = per_dimension("dilations", node.attribute("dilations"), count)
     if count != 2 and max(dilations) > 1:
         raise node.unsupported(
-            f"with dilations {list(dilations)} and {count} spatial dimensions onnxruntime does not compute what "
-            "ONNX says"
+            f"with dilations {list(dilations)} and {count} spatial dimensions onnxruntime does not compute "
+            "what ONNX says"
         )
     heads, tails = explicit_pads(node.attribute("pads"), count)
     if any((*heads, *tails)):
