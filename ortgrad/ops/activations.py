@@ -107,9 +107,9 @@ def quick_gelu_grad(dy: np.ndarray, x: np.ndarray, *, alpha: float) -> np.ndarra
     require_same_shape(dY=dy, X=x)
 
     def grad(dy: np.ndarray, x: np.ndarray) -> None:
-        np.multiply(x, alpha, out=x)
+        np.multiply(x, -alpha, out=x)
         np.clip(x, -_SATURATED, _SATURATED, out=x)
-        _gated_grad(dy, x.copy(), x)
+        _gated_grad(dy, np.exp(x), x)
 
     return elementwise(grad, dy, x)
 
@@ -124,18 +124,17 @@ def _(op: Ops, dy: ir.Value, x: ir.Value, *, alpha: float) -> ir.Value:
 _SATURATED = 80.0
 
 
-def _gated_grad(dy: np.ndarray, u: np.ndarray, xdu: np.ndarray) -> None:
-    """dY * d/dX [X sigmoid(u(X))] = dY * s * (1 + xdu (1 - s)), with xdu = X du/dX; overwrites all three."""
-    np.negative(u, out=u)
-    np.exp(u, out=u)
-    s = u + 1
-    np.divide(1, s, out=s)
+def _gated_grad(dy: np.ndarray, e: np.ndarray, xdv: np.ndarray) -> None:
+    """dY * d/dX [X sigmoid(-v(X))] = dY * s * (1 - xdv (1 - s)), with e = exp(v), s = 1 / (1 + e) and
+    xdv = X dv/dX; overwrites all three."""
+    s = e + 1
+    np.reciprocal(s, out=s)
     dy *= s
-    # exp(-u) s is 1 - s without the loss of digits, which a large xdu would bring to light.
-    s *= u
-    s *= xdu
-    s += 1
-    dy *= s
+    # e s is 1 - s without the loss of digits, which a large xdv would bring to light.
+    xdv *= e
+    xdv *= s
+    np.subtract(1, xdv, out=xdv)
+    dy *= xdv
 
 
 def _gated_body(op: Ops, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
@@ -164,14 +163,15 @@ _FAST_SATURATED = 9.6
 
 def _fast_gelu_grad(dy: np.ndarray, x: np.ndarray) -> None:
     np.clip(x, -_FAST_SATURATED, _FAST_SATURATED, out=x)
-    u = x * x
-    u *= _CUBIC
-    xdu = u * 3
-    u += _LINEAR
-    u *= x
-    xdu += _LINEAR
-    xdu *= x
-    _gated_grad(dy, u, xdu)
+    v = x * x
+    v *= -_CUBIC
+    xdv = v * 3
+    v -= _LINEAR
+    v *= x
+    xdv -= _LINEAR
+    xdv *= x
+    np.exp(v, out=v)
+    _gated_grad(dy, v, xdv)
 
 
 @fast_gelu_grad.onnx
