@@ -43,9 +43,9 @@ TITLES = {
     "torch": "PyTorch",
     "stock": "stock invoker",
 }
-# A burst of calls lasts about this long; the pause lets the last worker's threads go to sleep.
-BURST_SECONDS = 0.05
-PAUSE_SECONDS = 0.02
+# Long enough for a steady state, as in a training loop; the pause lets the last worker's threads go to sleep.
+BURST_SECONDS = 0.25
+PAUSE_SECONDS = 0.1
 # Relative to the largest value; the kernels sum in different orders.
 TOLERANCE = 1e-4
 
@@ -149,7 +149,7 @@ def run_case(case: Case, workers: list[Worker], rounds: int, folder: Path) -> di
     calls = {}
     for worker in active:
         once = min(worker.ask(do="time", calls=3)["seconds"])
-        calls[worker.peer] = max(3, min(50, round(BURST_SECONDS / once)))
+        calls[worker.peer] = max(3, min(200, round(BURST_SECONDS / once)))
     seconds: dict[str, list[float]] = {worker.peer: [] for worker in active}
     for turn in range(rounds):
         # Nobody always runs behind the same neighbour.

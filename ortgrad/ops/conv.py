@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ortgrad.bodies import Ops
 
 # How many elements a matrix of columns may have: it should stay in the cache between its uses.
-_COLUMN_ELEMENTS = 1 << 21
+_COLUMN_ELEMENTS = 1 << 22
 # A 1x1 kernel needs no such matrix; collecting samples for a larger product pays up to this many columns.
 _POINTWISE_COLUMNS = 1 << 12
 # In the body: with fewer input channels than this, one product for all taps is faster than one for each.
