@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from ortgrad.bodies import Ops
 
-# How many elements a matrix of columns may have: it should stay in the cache between its uses.
-_COLUMN_ELEMENTS = 1 << 22
+# How many elements a matrix of columns may have: it should stay in the cache between its uses. Columns of
+# X are read once more to be added up, and pay for larger ones.
+_DY_COLUMN_ELEMENTS = 1 << 21
+_X_COLUMN_ELEMENTS = 1 << 22
 # A 1x1 kernel needs no such matrix; collecting samples for a larger product pays up to this many columns.
 _POINTWISE_COLUMNS = 1 << 12
 # In the body: with fewer input channels than this, one product for all taps is faster than one for each.
@@ -213,7 +215,7 @@ def _through_columns_of_dy(
         dw_part = np.zeros((group, filters * taps, channels), dy.dtype)
         dw_block = np.empty_like(dw_part)
         starts = [[h + o for h, o in zip(heads, offset, strict=True)] for offset in phase.offsets]
-        limit = _COLUMN_ELEMENTS // (len(w) * taps)
+        limit = _DY_COLUMN_ELEMENTS // (len(w) * taps)
         for block in _blocks(len(x), phase.sizes, limit if taps > 1 else min(limit, _POINTWISE_COLUMNS)):
             place = block.of(phase.of(x))
             if taps > 1:
@@ -258,7 +260,7 @@ def _through_columns_of_x(
         dx_parts.append(np.zeros_like(empty) if want_dx else empty)
         for tap, offset in zip(phase.taps, offsets, strict=True):
             reads.append((number, tap, [h + o for h, o in zip(heads, offset, strict=True)]))
-    for block in _blocks(len(x), win.outputs, _COLUMN_ELEMENTS // (x.shape[1] * taps)):
+    for block in _blocks(len(x), win.outputs, _X_COLUMN_ELEMENTS // (x.shape[1] * taps)):
         stack = columns_memory.array(x.shape[1], taps, block.count, *block.sizes)
         columns = stack.reshape(group, rows, -1)
         block_dy = _matrix(block.of(dy), group, dy_memory)
