@@ -194,7 +194,8 @@ def test_only_what_is_wanted(case: str, outputs: list[str], kernels: str) -> Non
 def test_both_ways_in_blocks_of_any_size(
     case: str, through: Any, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conv, "_COLUMN_ELEMENTS", limit)
+    monkeypatch.setattr(conv, "_DY_COLUMN_ELEMENTS", limit)
+    monkeypatch.setattr(conv, "_X_COLUMN_ELEMENTS", limit)
     monkeypatch.setattr(conv, "_POINTWISE_COLUMNS", limit)
     x_shape, w_shape, attributes = CASES[case]
     feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
