@@ -24,8 +24,8 @@ _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
 def _(node: Node) -> Slots:
     if node.attribute("is_causal") and node.optional(6) is not None:
         raise node.unsupported(
-            "with is_causal and nonpad_kv_seqlen together, onnxruntime's float and double results disagree, "
-            "so finite differences cannot confirm a gradient; put the causal mask into attn_mask instead"
+            "with is_causal and nonpad_kv_seqlen together, onnxruntime's float and double results disagree; "
+            "put the causal mask into attn_mask instead"
         )
     return _Attention(node).slots()
 
