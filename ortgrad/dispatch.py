@@ -9,6 +9,8 @@ before, returns exactly what was declared, and lets nothing out.
 from __future__ import annotations
 
 import _thread
+import ctypes
+import functools
 import logging
 import threading
 import weakref
@@ -24,8 +26,9 @@ except ImportError as error:  # pragma: no cover - depends on the installed whee
     raise ImportError("this build of onnxruntime-extensions has no Python operators") from error
 
 from ortgrad.call import Call, parse_call
-from ortgrad.errors import KernelError, RegistrationError
-from ortgrad.registry import CALL_ATTRIBUTE, Operand, Operator, Variant, all_operators
+from ortgrad.errors import RegistrationError
+from ortgrad.evaluate import declared_shapes, describe, evaluate, kernel_error
+from ortgrad.registry import CALL_ATTRIBUTE, Operator, Variant, all_operators
 
 logger = logging.getLogger("ortgrad")
 
@@ -46,7 +49,9 @@ Invoker = Callable[[int, list[np.ndarray], dict[str, str]], tuple[Any, ...]]
 
 
 class Monitor(Protocol):
-    """A session that wants to know of its failing kernels."""
+    """A session that wants to know of its failing kernels, and keeps what must live as long as itself."""
+
+    kept: list[object]
 
     def kernel_failed(self, error: BaseException) -> None: ...
 
@@ -74,6 +79,42 @@ def add_monitor(monitor: Monitor) -> int:
         number = id(monitor)
         _monitors[number] = monitor
     return number
+
+
+def find_monitor(number: int | None) -> Monitor | None:
+    """The monitor with that number, if its session still lives."""
+    return None if number is None else _monitors.get(number)
+
+
+def report(error: BaseException, monitor: Monitor | None) -> None:
+    """Tell the session of a failure, or the log if there is none to tell."""
+    if monitor is not None:
+        monitor.kernel_failed(error)
+        return
+    logger.error("%s", error, exc_info=error.__cause__ or error)
+    if isinstance(error, KeyboardInterrupt):
+        # Raised in a kernel it would abort the process, so it comes back a little later.
+        threading.Timer(_INTERRUPT_DELAY, _thread.interrupt_main).start()
+
+
+def add_native_operator(address: int) -> None:
+    """Have every library registration from now on bring along the OrtCustomOp at that address."""
+    if not _library().AddExternalCustomOp(address):
+        raise RegistrationError("onnxruntime-extensions did not take the operator")
+
+
+def takes_native_operators() -> bool:
+    """Whether this build of onnxruntime-extensions has a way in for operators from outside."""
+    return hasattr(_library(), "AddExternalCustomOp")
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL:
+    library = ctypes.PyDLL(get_library_path())
+    if hasattr(library, "AddExternalCustomOp"):
+        library.AddExternalCustomOp.argtypes = [ctypes.c_void_p]
+        library.AddExternalCustomOp.restype = ctypes.c_bool
+    return library
 
 
 def install() -> None:
@@ -144,75 +185,30 @@ class _PythonOperator:
 
     def __call__(self, *feed: np.ndarray, **attributes: str) -> tuple[np.ndarray, ...]:
         call: Call | None = None
-        described = _describe(self._operator, feed)
         shapes: Sequence[Any] = [None] * len(self._dtypes)
         # An exception that leaves this function aborts the process, so everything is caught,
         # KeyboardInterrupt too; each is raised again where Python can handle it.
         try:
             call = parse_call(self._operator, attributes[CALL_ATTRIBUTE])
-            arrays = [a if real else None for a, real in zip(feed, call.present, strict=True)]
-            operands = [None if a is None else Operand(a.shape, _small_value(a)) for a in arrays]
-            shapes = self._operator.shapes(*operands, **call.attributes)
-            with np.errstate(all="ignore"):
-                result = self._operator.compute(arrays, call.attributes, call.wanted)
-            return self._checked(result, call, shapes)
+            shapes = declared_shapes(call, feed)
+            outputs = evaluate(call, feed, self._dtypes, shapes, self._empty)
+            return tuple(
+                np.zeros(0, dtype) if value is None else np.ascontiguousarray(value).reshape(value.shape)
+                for value, dtype in zip(outputs, self._dtypes, strict=True)
+            )
         except BaseException as error:
-            self._report(error, call, described)
+            node = call.node if call else "(unknown)"
+            report(
+                kernel_error(self._operator, node, describe(self._operator, feed), error),
+                find_monitor(call.session) if call else None,
+            )
             return tuple(
                 _stand_in(dtype, shape, call is None or call.wanted[i])
                 for i, (dtype, shape) in enumerate(zip(self._dtypes, shapes, strict=True))
             )
 
-    def _checked(self, result: Any, call: Call, shapes: Sequence[Any]) -> tuple[np.ndarray, ...]:
-        """The outputs as the library needs them: declared dtype, declared shape, contiguous."""
-        values = result if isinstance(result, tuple) else (result,)
-        if len(values) != len(self._dtypes):
-            raise TypeError(f"the kernel returned {len(values)} outputs, not {len(self._dtypes)}")
-        outputs = []
-        for value, dtype, shape, wanted in zip(values, self._dtypes, shapes, call.wanted, strict=True):
-            if not wanted:
-                outputs.append(np.zeros(0, dtype))
-                continue
-            if not isinstance(value, np.ndarray) or value.dtype != dtype:
-                got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-                raise TypeError(f"the kernel returned {got} where {dtype} is declared")
-            if shape is not None and not _agree(value.shape, shape):
-                raise TypeError(f"the kernel returned shape {value.shape} where {shape} is declared")
-            outputs.append(value if value.flags.c_contiguous else np.ascontiguousarray(value))
-        return tuple(outputs)
-
-    def _report(self, reason: BaseException, call: Call | None, described: str) -> None:
-        node = call.node if call else "(unknown)"
-        text = f"{type(reason).__name__}: {reason}" if not isinstance(reason, ValueError) else str(reason)
-        error: BaseException = KernelError(node, self._operator.name, described, text)
-        error.__cause__ = reason
-        monitor = _monitors.get(call.session) if call and call.session is not None else None
-        if not isinstance(reason, Exception):
-            error = reason
-        if monitor is not None:
-            monitor.kernel_failed(error)
-            return
-        logger.error("%s", error, exc_info=reason)
-        if isinstance(reason, KeyboardInterrupt):
-            # Raised right here it would abort the process, so it comes back a little later.
-            threading.Timer(_INTERRUPT_DELAY, _thread.interrupt_main).start()
-
-
-def _describe(operator: Operator, feed: Sequence[np.ndarray]) -> str:
-    return ", ".join(
-        f"{slot.name}: {array.dtype}{list(array.shape)}"
-        for slot, array in zip(operator.inputs, feed, strict=False)
-    )
-
-
-def _small_value(array: np.ndarray) -> np.ndarray | None:
-    return array if array.dtype == np.int64 and array.ndim == 1 and array.size <= 16 else None
-
-
-def _agree(actual: tuple[int, ...], declared: Sequence[Any]) -> bool:
-    return len(actual) == len(declared) and all(
-        not isinstance(d, int) or a == d for a, d in zip(actual, declared, strict=True)
-    )
+    def _empty(self, i: int, shape: Sequence[int]) -> np.ndarray:
+        return np.empty(shape, self._dtypes[i])
 
 
 def _stand_in(dtype: np.dtype, shape: Sequence[Any] | None, wanted: bool) -> np.ndarray:

@@ -59,24 +59,24 @@ def parallel(function: Callable[[int], Any], count: int) -> None:
         helper.result()
 
 
-def elementwise(function: Callable[..., None], *arrays: np.ndarray) -> np.ndarray:
-    """Run an in-place element-wise function over pieces that fit the cache; returns the first array."""
-    blockwise(function, *(a.reshape(-1) for a in arrays))
-    return arrays[0]
+def elementwise(function: Callable[..., None], out: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+    """Have an element-wise function(out, ...) fill out, over pieces that fit the cache; returns out."""
+    blockwise(function, *(a.reshape(-1) for a in (out, *arrays)))
+    return out
 
 
-def blockwise(function: Callable[..., None], *arrays: np.ndarray) -> None:
-    """Run an in-place function over pieces along the first axis that fit the cache.
+def blockwise(function: Callable[..., None], out: np.ndarray, *arrays: np.ndarray) -> None:
+    """Have function(out, ...) fill out, over pieces along the first axis that fit the cache.
 
     On one thread: for operations this short, two threads spend on the GIL what they gain.
     """
-    rows, size = len(arrays[0]), arrays[0].nbytes
+    rows, size = len(out), out.nbytes
     step = max(1, _CACHED_BYTES * rows // size) if size else 1
     for start in range(0, rows if size else 0, step):
-        function(*(a[start : start + step] for a in arrays))
+        function(*(a[start : start + step] for a in (out, *arrays)))
 
 
-def keep_where(mask: np.ndarray, values: np.ndarray) -> None:
-    """Put 0 where the mask is false, in place. Unlike a product with 0, this cuts off inf and NaN too."""
-    bits = values.view(_BITS[values.itemsize])
-    bits *= mask.view(np.int8)
+def keep_where(mask: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
+    """The values where the mask is true, else 0. Unlike a product with 0, this cuts off inf and NaN too."""
+    bits = _BITS[values.itemsize]
+    np.multiply(values.view(bits), mask.view(np.int8), out=out.view(bits))

@@ -75,6 +75,18 @@ class Cell:
         """From the order of layout 0, where the batch is that axis, into the order of the node's layout."""
         return np.moveaxis(array, batch, 0) if self.batch_first else array
 
+    def input_gradient(self, da: np.ndarray, w: np.ndarray, dx: np.ndarray, *, add: bool) -> None:
+        """Put da W, of a row for each step and batch, into dX of the node's layout, or add it."""
+        if not (add or self.batch_first):
+            np.matmul(da, w, out=dx.reshape(len(da), dx.shape[2]))
+            return
+        time_first = dx.swapaxes(0, 1) if self.batch_first else dx
+        product = (da @ w).reshape(time_first.shape)
+        if add:
+            time_first += product
+        else:
+            time_first[...] = product
+
     def onnx_time_first(self, op: Ops, value: V, batch: int) -> V:
         """A tensor, if there is one, in the order of layout 0; it has one axis after the batch there."""
         if value is None or not self.batch_first:
@@ -224,12 +236,20 @@ class Inputs:
             result[self.padding] = 0
         return result
 
+    def cleared(self, array: np.ndarray) -> np.ndarray:
+        """[steps, batch, ...] with zeros where a row is over: what stands there, NaN too, must not count."""
+        if self.padding is None:
+            return array
+        array = array.copy()
+        array[self.padding] = 0
+        return array
+
     def initial_gradient(self, cell: Cell, name: str, given: np.ndarray | None) -> np.ndarray:
-        """The gradient of a final state, to go back from: [directions, batch, hidden]."""
+        """The gradient of a final state, to go back from and to write to: [directions, batch, hidden]."""
         if given is None:
             return np.zeros_like(self.h0)
         directions, batch, hidden = self.h0.shape
-        given = cell.time_first(name, given, directions=directions, batch=batch, hidden=hidden)
+        given = cell.time_first(name, given, directions=directions, batch=batch, hidden=hidden).copy()
         # An empty row's final state is zero whatever comes in.
         given[:, self.lengths == 0] = 0
         return given

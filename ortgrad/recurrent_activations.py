@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Function:
-    """y = f(x) and dy/dx written in y, in NumPy (f in place) and in standard ONNX operators.
+    """y = f(x) and dy/dx written in y, in NumPy (in place; into a second array) and in standard ONNX.
 
     `alpha` and `beta` are the defaults; None where there is no such parameter, NaN where it must be given
     because ONNX and onnxruntime do not agree on a default.
     """
 
     apply: Callable[[np.ndarray, float, float], Any]
-    slope: Callable[[np.ndarray, float, float], np.ndarray]
+    slope: Callable[[np.ndarray, np.ndarray, float, float], Any]
     onnx: Callable[[Ops, ir.Value, float, float], ir.Value]
     onnx_slope: Callable[[Ops, ir.Value, float, float], ir.Value]
     alpha: float | None = None
@@ -42,19 +42,32 @@ def _sigmoid(x: np.ndarray, alpha: float, beta: float) -> None:
     x += 0.5
 
 
-def _sigmoid_slope(y: np.ndarray, alpha: float, beta: float) -> np.ndarray:
-    slope = 1 - y
-    slope *= y
-    return slope
+def _sigmoid_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -> None:
+    np.subtract(1, y, out=out)
+    out *= y
 
 
-def _tanh_slope(y: np.ndarray, alpha: float, beta: float) -> np.ndarray:
-    slope = y * y
-    return np.subtract(1, slope, out=slope)
+def _tanh_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -> None:
+    np.multiply(y, y, out=out)
+    np.subtract(1, out, out=out)
 
 
-def _choose(condition: np.ndarray, yes: Any, no: Any, like: np.ndarray) -> np.ndarray:
-    return np.where(condition, yes, no).astype(like.dtype, copy=False)
+def _scaled_tanh_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -> None:
+    np.multiply(y, y, out=out)
+    out *= -beta / alpha
+    out += alpha * beta
+
+
+def _softsign_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -> None:
+    np.abs(y, out=out)
+    np.subtract(1, out, out=out)
+    np.square(out, out=out)
+
+
+def _softplus_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -> None:
+    np.negative(y, out=out)
+    np.expm1(out, out=out)
+    np.negative(out, out=out)
 
 
 def _onnx_step(op: Ops, condition: ir.Value, like: ir.Value, scale: float = 1.0) -> ir.Value:
@@ -88,13 +101,13 @@ FUNCTIONS = {
     ),
     "Relu": Function(
         lambda x, a, b: np.maximum(x, 0, out=x),
-        lambda y, a, b: (y > 0).astype(y.dtype),
+        lambda y, out, a, b: np.greater(y, 0, out=out),
         lambda op, x, a, b: op.Relu(x),
         lambda op, y, a, b: _onnx_step(op, op.Greater(y, 0.0), y),
     ),
     "Affine": Function(
         lambda x, a, b: np.add(np.multiply(x, a, out=x), b, out=x),
-        lambda y, a, b: np.full_like(y, a),
+        lambda y, out, a, b: np.copyto(out, a),
         lambda op, x, a, b: op.Add(op.Mul(x, a), b),
         lambda op, y, a, b: op.full_like(y, a),
         alpha=_MUST_BE_GIVEN,
@@ -102,7 +115,7 @@ FUNCTIONS = {
     ),
     "LeakyRelu": Function(
         lambda x, a, b: np.multiply(x, a, out=x, where=x < 0),
-        lambda y, a, b: _choose(y > 0, 1, a, y),
+        lambda y, out, a, b: np.copyto(out, np.where(y > 0, 1, a)),
         lambda op, x, a, b: op.Where(op.Less(x, 0.0), op.Mul(x, a), x),
         lambda op, y, a, b: op.Add(_onnx_step(op, op.Greater(y, 0.0), y, 1 - a), a),
         alpha=0.01,
@@ -110,7 +123,7 @@ FUNCTIONS = {
     ),
     "ThresholdedRelu": Function(
         lambda x, a, b: np.copyto(x, 0, where=x <= a),
-        lambda y, a, b: (y > 0).astype(y.dtype),
+        lambda y, out, a, b: np.greater(y, 0, out=out),
         lambda op, x, a, b: op.Where(op.Greater(x, a), x, 0.0),
         lambda op, y, a, b: _onnx_step(op, op.Greater(y, 0.0), y),
         alpha=_MUST_BE_GIVEN,
@@ -118,7 +131,7 @@ FUNCTIONS = {
     ),
     "ScaledTanh": Function(
         lambda x, a, b: np.multiply(np.tanh(np.multiply(x, b, out=x), out=x), a, out=x),
-        lambda y, a, b: a * b - (b / a) * y * y,
+        _scaled_tanh_slope,
         lambda op, x, a, b: op.Mul(op.Tanh(op.Mul(x, b)), a),
         lambda op, y, a, b: op.Sub(a * b, op.Mul(op.Mul(y, y), b / a)),
         alpha=_MUST_BE_GIVEN,
@@ -127,7 +140,7 @@ FUNCTIONS = {
     ),
     "HardSigmoid": Function(
         lambda x, a, b: np.clip(np.add(np.multiply(x, a, out=x), b, out=x), 0, 1, out=x),
-        lambda y, a, b: _choose((y > 0) & (y < 1), a, 0, y),
+        lambda y, out, a, b: np.multiply((y > 0) & (y < 1), a, out=out),
         lambda op, x, a, b: _onnx_clip(op, op.Add(op.Mul(x, a), b), 0.0, 1.0),
         lambda op, y, a, b: _onnx_step(op, op.And(op.Greater(y, 0.0), op.Less(y, 1.0)), y, a),
         alpha=0.2,
@@ -135,7 +148,7 @@ FUNCTIONS = {
     ),
     "Elu": Function(
         lambda x, a, b: np.copyto(x, a * np.expm1(np.minimum(x, 0)), where=x < 0),
-        lambda y, a, b: _choose(y > 0, 1, y + a, y),
+        lambda y, out, a, b: np.copyto(out, np.where(y > 0, 1, y + a)),
         lambda op, x, a, b: op.Where(op.Less(x, 0.0), op.Mul(op.Sub(op.Exp(op.Min(x, 0.0)), 1.0), a), x),
         lambda op, y, a, b: op.Where(op.Greater(y, 0.0), op.number(1.0, y), op.Add(y, a)),
         alpha=1.0,
@@ -143,13 +156,13 @@ FUNCTIONS = {
     ),
     "Softsign": Function(
         lambda x, a, b: np.divide(x, 1 + np.abs(x), out=x),
-        lambda y, a, b: np.square(1 - np.abs(y)),
+        _softsign_slope,
         lambda op, x, a, b: op.Div(x, op.Add(op.Abs(x), 1.0)),
         lambda op, y, a, b: op.Mul(op.Sub(1.0, op.Abs(y)), op.Sub(1.0, op.Abs(y))),
     ),
     "Softplus": Function(
         lambda x, a, b: np.logaddexp(0, x, out=x),
-        lambda y, a, b: -np.expm1(-y),
+        _softplus_slope,
         lambda op, x, a, b: _onnx_softplus(op, x),
         lambda op, y, a, b: op.Sub(1.0, op.Exp(op.Neg(y))),
     ),
@@ -169,8 +182,11 @@ class Activation:
         """x = f(x), in place."""
         FUNCTIONS[self.name].apply(x, self.alpha, self.beta)
 
-    def slope(self, y: np.ndarray) -> np.ndarray:
-        return FUNCTIONS[self.name].slope(y, self.alpha, self.beta)
+    def slope(self, y: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """f'(x) for y = f(x)."""
+        out = np.empty_like(y) if out is None else out
+        FUNCTIONS[self.name].slope(y, out, self.alpha, self.beta)
+        return out
 
     def onnx(self, op: Ops, x: ir.Value) -> ir.Value:
         return FUNCTIONS[self.name].onnx(op, x, self.alpha, self.beta)

@@ -12,12 +12,13 @@ Everything else (onnx schema, Python custom operator, node builder, docs) is der
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,8 @@ PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
 
 Shape = tuple["int | str | None", ...]
 Kernel = Callable[..., Any]
+# empty(i, shape): an array without values for output i, in the memory where the output belongs.
+Empty = Callable[[int, Sequence[int]], np.ndarray]
 Way = Literal["python", "onnx"]
 
 
@@ -112,8 +115,7 @@ class Attribute:
         return value
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """What a shape function sees of an input: its shape and, for a known int64 tensor, its value."""
 
     shape: Shape | None
@@ -157,16 +159,28 @@ class Operator:
         return body
 
     def __call__(self, *arrays: np.ndarray | None, **attributes: Any) -> Any:
-        """Run the NumPy kernel on copies of the arrays, all outputs wanted."""
-        copies = [None if a is None else np.array(a, order="C") for a in arrays]
-        copies += [None] * (len(self.inputs) - len(copies))
-        return self.compute(copies, self.complete(attributes), (True,) * len(self.outputs))
+        """Run the NumPy kernel, all outputs wanted."""
+        inputs = [None if a is None else np.asarray(a, order="C") for a in arrays]
+        inputs += [None] * (len(self.inputs) - len(inputs))
+        bound = {s.type: a.dtype for s, a in zip(self.inputs, inputs, strict=True) if a is not None}
+
+        def empty(i: int, shape: Sequence[int]) -> np.ndarray:
+            type_ = self.outputs[i].type
+            return np.empty(shape, bound.get(type_, type_))
+
+        return self.compute(inputs, self.complete(attributes), (True,) * len(self.outputs), empty)
 
     def compute(
-        self, arrays: Sequence[np.ndarray | None], attributes: Mapping[str, Any], wanted: Sequence[bool]
+        self,
+        arrays: Sequence[np.ndarray | None],
+        attributes: Mapping[str, Any],
+        wanted: Sequence[bool],
+        empty: Empty,
     ) -> Any:
-        """Run the NumPy kernel, which may overwrite the arrays."""
-        extra = {"wanted": tuple(wanted)} if self.has_optional_outputs else {}
+        """Run the NumPy kernel."""
+        extra: dict[str, Any] = {"wanted": tuple(wanted)} if self.has_optional_outputs else {}
+        if _takes_empty(self.kernel):
+            extra["empty"] = empty
         return self.kernel(*arrays, **attributes, **extra)
 
     def complete(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,9 +223,11 @@ def operator(
 ) -> Callable[[Kernel], Operator]:
     """Declare a gradient operator; the decorated function is its NumPy kernel.
 
-    The kernel gets one array per input (None for an absent one) that it may overwrite, the
-    attributes as keywords, and `wanted` if an output is optional; it returns one array per output
-    (None for an unwanted one). `shapes` names the input whose shape the only output has, or
+    The kernel gets one array per input (None for an absent one), the attributes as keywords, and
+    `wanted` if an output is optional; it returns one array per output (None for an unwanted one).
+    The arrays are onnxruntime's own memory: a kernel can neither write into them nor keep them. One
+    with a keyword `empty` gets a function for its results that saves a copy: `empty(i, shape)` is an
+    array without values for output i. `shapes` names the input whose shape the only output has, or
     is a function of one Operand per input (None for an absent one) and the attributes that
     returns one shape per output. `auto` says which way was measured faster, or is a function of the
     same arguments that does.
@@ -245,6 +261,11 @@ def operator(
         return op
 
     return declare
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_empty(kernel: Kernel) -> bool:
+    return "empty" in inspect.signature(kernel).parameters
 
 
 def _like(index: int) -> Callable[..., Sequence[Shape | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import onnx
 import onnxruntime
 
-from ortgrad import dispatch
+from ortgrad import dispatch, native
 from ortgrad.call import parse_call
 from ortgrad.errors import ModelError
 from ortgrad.models import ModelLike, load_model
 from ortgrad.prepare import Kernels, prepare_loaded
-from ortgrad.registry import CALL_ATTRIBUTE, find_operator
+from ortgrad.registry import CALL_ATTRIBUTE, Operator, all_operators, find_operator
 
 _REGISTERED = "ortgrad.registered"
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -32,11 +32,21 @@ def register(options: onnxruntime.SessionOptions) -> None:
     """Make the Python kernels available to sessions with these options. Twice is once."""
     if not isinstance(options, onnxruntime.SessionOptions):
         raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
+    _register(options, all_operators())
+
+
+def _register(options: onnxruntime.SessionOptions, operators: Iterable[Operator]) -> int:
+    """Register the library once, these operators in their native form too.
+
+    Returns how many native operators the options know: all that were declared when they were registered.
+    """
     path = get_library_path()
     if not _has_entry(options, _REGISTERED):
+        count = native.declare(operators)
         options.register_custom_ops_library(path)
         # The options remember it themselves: onnxruntime refuses the same library twice.
-        options.add_session_config_entry(_REGISTERED, "1")
+        options.add_session_config_entry(_REGISTERED, str(count))
+    return int(options.get_session_config_entry(_REGISTERED))
 
 
 def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
@@ -76,8 +86,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         prepared = prepare_loaded(model, kernels, bodies=False)
         if prepared is not model:
             model = prepared
-            if _bind_nodes(model.graph, dispatch.add_monitor(self._monitor)):
-                register(options)
+            _bind_nodes(model, dispatch.add_monitor(self._monitor), options)
         try:
             super().__init__(
                 _serialize(model),
@@ -157,6 +166,7 @@ class _Monitor:
         self._runs: dict[int, _Run] = {}
         self._async_runs: set[_Run] = set()
         self._stray: dict[int, BaseException] = {}
+        self.kept: list[object] = []
 
     @contextmanager
     def run(self, given: onnxruntime.RunOptions | None) -> Iterator[onnxruntime.RunOptions]:
@@ -221,22 +231,34 @@ class _Run:
             self._stop.terminate = True
 
 
-def _bind_nodes(graph: onnx.GraphProto, session: int) -> int:
-    """Write the session's number into the gradient nodes, so that failures find their way back.
-
-    Returns how many there are.
-    """
-    count = 0
-    for node in graph.node:
-        operator = find_operator(node.op_type, node.domain)
+def _bind_nodes(model: onnx.ModelProto, session: int, options: onnxruntime.SessionOptions) -> None:
+    """Make the gradient nodes run in this session, and their failures find their way back to it."""
+    found = list(_gradient_nodes(model.graph))
+    if not found:
+        return
+    count = _register(options, {operator for _, operator in found})
+    if options.optimized_model_filepath:
+        # Nodes in a file must mean something elsewhere too.
+        count = 0
+    for node, operator in found:
         for attribute in node.attribute:
-            if operator and attribute.name == CALL_ATTRIBUTE:
+            if attribute.name == CALL_ATTRIBUTE:
                 call = parse_call(operator, attribute.s.decode()).in_session(session)
                 attribute.s = call.to_json().encode()
-                count += 1
+        if native.is_declared(operator, count):
+            node.domain, node.op_type = native.DOMAIN, native.op_type(operator)
+    if count and all(opset.domain != native.DOMAIN for opset in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(native.DOMAIN, 1))
+
+
+def _gradient_nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Operator]]:
+    for node in graph.node:
+        operator = find_operator(node.op_type, node.domain)
+        if operator and any(attribute.name == CALL_ATTRIBUTE for attribute in node.attribute):
+            yield node, operator
+        for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                count += _bind_nodes(inner, session)
-    return count
+                yield from _gradient_nodes(inner)
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:

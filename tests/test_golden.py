@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper
 from support import KERNELS, GoldenCase, assert_close, golden_cases
@@ -33,11 +34,22 @@ def foreign_model(case: GoldenCase) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_golden(case: GoldenCase, kernels: str) -> None:
-    session = ortgrad.InferenceSession(foreign_model(case), kernels=kernels)
+def check(case: GoldenCase, session: onnxruntime.InferenceSession) -> None:
     outputs = dict(zip(case.expected, session.run(list(case.expected), case.feeds), strict=True))
     heavy = case.op_type in ("ConvGrad", "MaxPoolGrad", "AveragePoolGrad", "GRUGrad", "LSTMGrad")
     for name, expected in case.expected.items():
         assert_close(outputs[name], expected, OTHERS if heavy else ELEMENTWISE)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_golden(case: GoldenCase, kernels: str) -> None:
+    check(case, ortgrad.InferenceSession(foreign_model(case), kernels=kernels))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_golden_in_a_plain_session(case: GoldenCase) -> None:
+    options = onnxruntime.SessionOptions()
+    ortgrad.register(options)
+    model = ortgrad.prepare(foreign_model(case), kernels="python").SerializeToString()
+    check(case, onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]))

@@ -65,8 +65,9 @@ def test_pieces_cover_everything_once(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_what_is_masked_is_zero(dtype: type) -> None:
     values = np.array([1, -2, np.inf, np.nan, -0.0], dtype)
-    kernels.keep_where(np.array([True, False, False, False, True]), values)
-    np.testing.assert_array_equal(values, [1, 0, 0, 0, 0])
+    kept = np.full_like(values, 7)
+    kernels.keep_where(np.array([True, False, False, False, True]), values, out=kept)
+    np.testing.assert_array_equal(kept, [1, 0, 0, 0, 0])
 
 
 def test_unequal_shapes_are_named() -> None:

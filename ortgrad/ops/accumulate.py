@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.kernels import require_same_shape
-from ortgrad.registry import FLOATS, Operand, Shape, operator
+from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -29,7 +29,12 @@ def _shapes(
     types={"T": FLOATS, "T_GRAD": FLOATS},
 )
 def in_place_accumulator_v2(
-    buffer: np.ndarray, value: np.ndarray, overwrite: np.ndarray | None, *, wanted: tuple[bool, ...]
+    buffer: np.ndarray,
+    value: np.ndarray,
+    overwrite: np.ndarray | None,
+    *,
+    wanted: tuple[bool, ...],
+    empty: Empty,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """accumulation_buffer_out = accumulation_buffer + value, or value alone if overwrite_flag is true
 
@@ -43,8 +48,9 @@ def in_place_accumulator_v2(
         return updated, None
     if overwrite is not None and overwrite.reshape(-1)[0]:
         return updated, value.astype(buffer.dtype, copy=False)
-    np.add(buffer, value, out=buffer, casting="same_kind")
-    return updated, buffer
+    total = empty(1, buffer.shape)
+    np.add(buffer, value, out=total, casting="same_kind")
+    return updated, total
 
 
 @in_place_accumulator_v2.onnx

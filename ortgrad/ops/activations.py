@@ -10,7 +10,7 @@ import numpy as np
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import elementwise, keep_where, require_same_shape
-from ortgrad.registry import operator
+from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 @operator("ReluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X")
-def relu_grad(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def relu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY where X > 0, else 0"""
     require_same_shape(dY=dy, X=x)
-    return elementwise(lambda dy, x: keep_where(x > 0, dy), dy, x)
+    return elementwise(lambda dx, dy, x: keep_where(x > 0, dy, out=dx), empty(0, x.shape), dy, x)
 
 
 @relu_grad.onnx
@@ -31,16 +31,16 @@ def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
 
 
 @operator("SigmoidGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y")
-def sigmoid_grad(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+def sigmoid_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * Y * (1 - Y)"""
     require_same_shape(dY=dy, Y=y)
-    return elementwise(_sigmoid_grad, dy, y)
+    return elementwise(_sigmoid_grad, empty(0, y.shape), dy, y)
 
 
-def _sigmoid_grad(dy: np.ndarray, y: np.ndarray) -> None:
-    dy *= y
-    np.subtract(1, y, out=y)
-    dy *= y
+def _sigmoid_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
+    np.subtract(1, y, out=dx)
+    dx *= y
+    dx *= dy
 
 
 @sigmoid_grad.onnx
@@ -49,16 +49,16 @@ def _(op: Ops, dy: ir.Value, y: ir.Value) -> ir.Value:
 
 
 @operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y")
-def tanh_grad(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+def tanh_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (1 - Y^2)"""
     require_same_shape(dY=dy, Y=y)
-    return elementwise(_tanh_grad, dy, y)
+    return elementwise(_tanh_grad, empty(0, y.shape), dy, y)
 
 
-def _tanh_grad(dy: np.ndarray, y: np.ndarray) -> None:
-    y *= y
-    np.subtract(1, y, out=y)
-    dy *= y
+def _tanh_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
+    np.multiply(y, y, out=dx)
+    np.subtract(1, dx, out=dx)
+    dx *= dy
 
 
 @tanh_grad.onnx
@@ -67,21 +67,21 @@ def _(op: Ops, dy: ir.Value, y: ir.Value) -> ir.Value:
 
 
 @operator("LeakyReluGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"alpha": 0.01})
-def leaky_relu_grad(dy: np.ndarray, y: np.ndarray, *, alpha: float) -> np.ndarray:
+def leaky_relu_grad(dy: np.ndarray, y: np.ndarray, *, alpha: float, empty: Empty) -> np.ndarray:
     """dX = dY where Y > 0, else alpha * dY"""
     require_same_shape(dY=dy, Y=y)
     _require_slope(alpha)
 
-    def grad(dy: np.ndarray, y: np.ndarray) -> None:
+    def grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
         # The slope at each Y; np.where takes five times as long.
         if alpha <= 1:
-            np.maximum(y > 0, y.dtype.type(alpha), out=y)
+            np.maximum(y > 0, y.dtype.type(alpha), out=dx)
         else:
-            np.multiply(y <= 0, y.dtype.type(alpha), out=y)
-            np.maximum(y, 1, out=y)
-        dy *= y
+            np.multiply(y <= 0, y.dtype.type(alpha), out=dx)
+            np.maximum(dx, 1, out=dx)
+        dx *= dy
 
-    return elementwise(grad, dy, y)
+    return elementwise(grad, empty(0, y.shape), dy, y)
 
 
 @leaky_relu_grad.onnx
@@ -102,16 +102,16 @@ def _require_slope(alpha: float) -> None:
 
 
 @operator("QuickGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", attributes={"alpha": 1.702})
-def quick_gelu_grad(dy: np.ndarray, x: np.ndarray, *, alpha: float) -> np.ndarray:
+def quick_gelu_grad(dy: np.ndarray, x: np.ndarray, *, alpha: float, empty: Empty) -> np.ndarray:
     """dX = dY * s * (1 + alpha X (1 - s)), s = sigmoid(alpha X)"""
     require_same_shape(dY=dy, X=x)
 
-    def grad(dy: np.ndarray, x: np.ndarray) -> None:
-        np.multiply(x, -alpha, out=x)
-        np.clip(x, -_SATURATED, _SATURATED, out=x)
-        _gated_grad(dy, np.exp(x), x)
+    def grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
+        np.multiply(x, -alpha, out=dx)
+        np.clip(dx, -_SATURATED, _SATURATED, out=dx)
+        _gated_grad(dx, dy, np.exp(dx))
 
-    return elementwise(grad, dy, x)
+    return elementwise(grad, empty(0, x.shape), dy, x)
 
 
 @quick_gelu_grad.onnx
@@ -124,17 +124,17 @@ def _(op: Ops, dy: ir.Value, x: ir.Value, *, alpha: float) -> ir.Value:
 _SATURATED = 80.0
 
 
-def _gated_grad(dy: np.ndarray, e: np.ndarray, xdv: np.ndarray) -> None:
+def _gated_grad(xdv: np.ndarray, dy: np.ndarray, e: np.ndarray) -> None:
     """dY * d/dX [X sigmoid(-v(X))] = dY * s * (1 - xdv (1 - s)), with e = exp(v), s = 1 / (1 + e) and
-    xdv = X dv/dX; overwrites all three."""
-    s = e + 1
-    np.reciprocal(s, out=s)
-    dy *= s
+    xdv = X dv/dX; puts the result in xdv and overwrites e."""
     # e s is 1 - s without the loss of digits, which a large xdv would bring to light.
     xdv *= e
+    e += 1
+    s = np.reciprocal(e, out=e)
     xdv *= s
     np.subtract(1, xdv, out=xdv)
-    dy *= xdv
+    xdv *= s
+    xdv *= dy
 
 
 def _gated_body(op: Ops, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
@@ -149,10 +149,10 @@ def _gated_body(op: Ops, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
 
 
 @operator("FastGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X")
-def fast_gelu_grad(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def fast_gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * d/dX [0.5 X (1 + tanh(sqrt(2/pi) (X + 0.044715 X^3)))]"""
     require_same_shape(dY=dy, X=x)
-    return elementwise(_fast_gelu_grad, dy, x)
+    return elementwise(_fast_gelu_grad, empty(0, x.shape), dy, x)
 
 
 # 0.5 (1 + tanh(v)) = sigmoid(2 v), so u(X) = X (_LINEAR + _CUBIC X^2); u(9.6) is close to _SATURATED.
@@ -161,17 +161,17 @@ _CUBIC = _LINEAR * 0.044715
 _FAST_SATURATED = 9.6
 
 
-def _fast_gelu_grad(dy: np.ndarray, x: np.ndarray) -> None:
-    np.clip(x, -_FAST_SATURATED, _FAST_SATURATED, out=x)
+def _fast_gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
+    x = np.clip(x, -_FAST_SATURATED, _FAST_SATURATED)
     v = x * x
     v *= -_CUBIC
-    xdv = v * 3
+    xdv = np.multiply(v, 3, out=dx)
     v -= _LINEAR
     v *= x
     xdv -= _LINEAR
     xdv *= x
     np.exp(v, out=v)
-    _gated_grad(dy, v, xdv)
+    _gated_grad(xdv, dy, v)
 
 
 @fast_gelu_grad.onnx
@@ -184,10 +184,10 @@ def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
 
 
 @operator("GeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X")
-def gelu_grad(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X) + X phi(X)), Phi and phi the normal distribution and its density"""
     require_same_shape(dY=dy, X=x)
-    return elementwise(_gelu_grad, dy, x)
+    return elementwise(_gelu_grad, empty(0, x.shape), dy, x)
 
 
 @gelu_grad.onnx
@@ -196,15 +196,14 @@ def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
 
 
 @operator("BiasGeluGrad_dX", inputs=["dY", "X", "B"], outputs=["dX"], shapes="X")
-def bias_gelu_grad_dx(dy: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
+def bias_gelu_grad_dx(dy: np.ndarray, x: np.ndarray, b: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X + B) + (X + B) phi(X + B)), B added along the last axis"""
     require_same_shape(dY=dy, X=x)
     if b.ndim != 1 or x.shape[-1:] != b.shape:
         raise ValueError(
             f"B must be a vector as long as X's last axis: B has {list(b.shape)}, X has {list(x.shape)}"
         )
-    np.add(x, b, out=x)
-    return elementwise(_gelu_grad, dy, x)
+    return elementwise(_gelu_grad, empty(0, x.shape), dy, x + b)
 
 
 @bias_gelu_grad_dx.onnx
@@ -252,7 +251,7 @@ _MILLS: dict[str, tuple[float, tuple[float, ...]]] = {
 }
 
 
-def _gelu_grad(dy: np.ndarray, x: np.ndarray) -> None:
+def _gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
     # With a = |X|, Phi(X) + X phi(X) is h = phi(a) (M(a) - a) for negative X and 1 - h for positive X.
     k, (highest, *coefficients) = _MILLS[x.dtype.name]
     a = np.abs(x)
@@ -262,7 +261,7 @@ def _gelu_grad(dy: np.ndarray, x: np.ndarray) -> None:
     np.divide(1, r, out=r)
     t = r * -2
     t += 1
-    h = t * highest
+    h = np.multiply(t, highest, out=dx)
     for coefficient in coefficients[:-1]:
         h += coefficient
         h *= t
@@ -274,12 +273,12 @@ def _gelu_grad(dy: np.ndarray, x: np.ndarray) -> None:
     np.exp(a, out=a)
     a *= 1 / math.sqrt(2 * math.pi)
     h *= a
-    np.greater(x, 0, out=x)
-    np.multiply(x, -2, out=t)
+    np.greater(x, 0, out=r)
+    np.multiply(r, -2, out=t)
     t += 1
     h *= t
-    h += x
-    dy *= h
+    h += r
+    h *= dy
 
 
 def _gelu_body(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:

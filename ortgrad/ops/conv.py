@@ -13,7 +13,7 @@ import numpy as np
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
-from ortgrad.registry import Choice, Operand, Shape, operator
+from ortgrad.registry import Choice, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -61,6 +61,7 @@ def conv_grad(
     pads: list[int] | None,
     strides: list[int] | None,
     wanted: tuple[bool, bool, bool],
+    empty: Empty,
 ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """dX = W turned, convolved with dY; dW = X correlated with dY; dB = sum of dY"""
     _check(x, w, kernel_shape, group)
@@ -75,13 +76,14 @@ def conv_grad(
     db = _sum_over_positions(dy) if wanted[2] else None
     if not (dy.size and x.size and w.size):
         return np.zeros_like(x), np.zeros_like(w), db
-    dx = dw = None
+    dx = empty(0, x.shape) if wanted[0] else None
+    dw = empty(1, w.shape) if wanted[1] else None
+    # Columns of X are copied for dW and added up again for dX, which costs about twice as
+    # much; columns of dY are copied once and serve both.
+    cost_of_x = x.shape[1] * (wanted[1] + 2 * wanted[0])
+    through = _through_columns_of_dy if len(w) <= cost_of_x else _through_columns_of_x
     if wanted[0] or wanted[1]:
-        # Columns of X are copied for dW and added up again for dX, which costs about twice as
-        # much; columns of dY are copied once and serve both.
-        cost_of_x = x.shape[1] * (wanted[1] + 2 * wanted[0])
-        through = _through_columns_of_dy if len(w) <= cost_of_x else _through_columns_of_x
-        dx, dw = through(dy, x, w, win, group, wanted[0], wanted[1])
+        through(dy, x, w, win, group, dx, dw)
     return dx, dw, db
 
 
@@ -196,20 +198,26 @@ class _Scratch:
 
 
 def _through_columns_of_dy(
-    dy: np.ndarray, x: np.ndarray, w: np.ndarray, win: Windows, group: int, want_dx: bool, want_dw: bool
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """For each phase: dX = W @ columns of dY, dW = columns of dY @ X. dX takes the place of X."""
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    win: Windows,
+    group: int,
+    dx: np.ndarray | None,
+    dw: np.ndarray | None,
+) -> None:
+    """For each phase: dX = W @ columns of dY, dW = columns of dY @ X."""
     filters, channels = len(w) // group, w.shape[1]
     kernels = w.reshape(group, filters, channels, math.prod(win.kernel))
-    dw = np.empty_like(kernels)
     columns_memory, x_memory = _Scratch(dy.dtype), _Scratch(dy.dtype)
     phases = _phases(win)
     heads, sizes = _frame(win.outputs, [(o, p.sizes) for p in phases for o in p.offsets])
-    padded = _inside(np.zeros((*dy.shape[:2], *sizes), dy.dtype), dy, heads)
+    padded = _inside(dy, heads, sizes)
     for phase in phases:
         taps = len(phase.taps)
         if not taps:
-            phase.of(x)[...] = 0
+            if dx is not None:
+                phase.of(dx)[...] = 0
             continue
         turned = kernels[..., phase.taps].swapaxes(1, 2).reshape(group, channels, filters * taps)
         dw_part = np.zeros((group, filters * taps, channels), dy.dtype)
@@ -217,36 +225,43 @@ def _through_columns_of_dy(
         starts = [[h + o for h, o in zip(heads, offset, strict=True)] for offset in phase.offsets]
         limit = _DY_COLUMN_ELEMENTS // (len(w) * taps)
         for block in _blocks(len(x), phase.sizes, limit if taps > 1 else min(limit, _POINTWISE_COLUMNS)):
-            place = block.of(phase.of(x))
             if taps > 1:
-                stack = columns_memory.array(len(w), taps, *place.shape[1:])
+                stack = columns_memory.array(len(w), taps, block.count, *block.sizes)
                 for i, start in enumerate(starts):
                     stack[:, i] = block.of(padded, start)
                 columns = stack.reshape(group, filters * taps, -1)
             else:
                 columns = _matrix(block.of(padded, starts[0]), group, columns_memory)
-            if want_dw:
-                np.matmul(columns, _matrix(place, group, x_memory).swapaxes(1, 2), out=dw_block)
+            if dw is not None:
+                block_x = _matrix(block.of(phase.of(x)), group, x_memory)
+                np.matmul(columns, block_x.swapaxes(1, 2), out=dw_block)
                 dw_part += dw_block
-            if want_dx and _has_flat_rows(place):
-                np.matmul(turned, columns, out=place.reshape(group, channels, -1))
-            elif want_dx:
-                block_dx = x_memory.array(*place.shape)
+            if dx is not None:
+                place = block.of(phase.of(dx))
+                block_dx = place if _has_flat_rows(place) else x_memory.array(*place.shape)
                 np.matmul(turned, columns, out=block_dx.reshape(group, channels, -1))
-                place[...] = block_dx
-        dw[..., phase.taps] = dw_part.reshape(group, filters, taps, channels).swapaxes(2, 3)
-    return x, dw.reshape(w.shape)
+                if block_dx is not place:
+                    place[...] = block_dx
+        if dw is not None:
+            dw_taps = dw.reshape(kernels.shape)
+            dw_taps[..., phase.taps] = dw_part.reshape(group, filters, taps, channels).swapaxes(2, 3)
 
 
 def _through_columns_of_x(
-    dy: np.ndarray, x: np.ndarray, w: np.ndarray, win: Windows, group: int, want_dx: bool, want_dw: bool
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """dW = columns of X @ dY; columns of dX = W @ dY, added up. dX takes the place of X."""
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    win: Windows,
+    group: int,
+    dx: np.ndarray | None,
+    dw: np.ndarray | None,
+) -> None:
+    """dW = columns of X @ dY; columns of dX = W @ dY, added up."""
     taps = math.prod(win.kernel)
     rows, filters = w.shape[1] * taps, len(w) // group
     turned = np.ascontiguousarray(w.reshape(group, filters, rows).swapaxes(1, 2))
-    dw = np.zeros((group, rows, filters), dy.dtype)
-    dw_block = np.empty_like(dw)
+    dw_total = np.zeros((group, rows, filters), dy.dtype)
+    dw_block = np.empty_like(dw_total)
     columns_memory, dy_memory = _Scratch(dy.dtype), _Scratch(dy.dtype)
     # Padded copies of the phases; for each tap the copy and where in it the first output reads.
     phases = [phase for phase in _phases(win) if phase.taps]
@@ -255,31 +270,33 @@ def _through_columns_of_x(
         offsets = [tuple(-o for o in offset) for offset in phase.offsets]
         heads, sizes = _frame(phase.sizes, [(o, win.outputs) for o in offsets])
         frames.append(heads)
-        empty = np.zeros((*x.shape[:2], *sizes), dy.dtype)
-        x_parts.append(_inside(empty, phase.of(x), heads) if want_dw else empty)
-        dx_parts.append(np.zeros_like(empty) if want_dx else empty)
+        if dw is not None:
+            x_parts.append(_inside(phase.of(x), heads, sizes))
+        if dx is not None:
+            dx_parts.append(np.zeros((*x.shape[:2], *sizes), dy.dtype))
         for tap, offset in zip(phase.taps, offsets, strict=True):
             reads.append((number, tap, [h + o for h, o in zip(heads, offset, strict=True)]))
     for block in _blocks(len(x), win.outputs, _X_COLUMN_ELEMENTS // (x.shape[1] * taps)):
         stack = columns_memory.array(x.shape[1], taps, block.count, *block.sizes)
         columns = stack.reshape(group, rows, -1)
         block_dy = _matrix(block.of(dy), group, dy_memory)
-        if want_dw:
+        if dw is not None:
             for number, tap, start in reads:
                 stack[:, tap] = block.of(x_parts[number], start)
             np.matmul(columns, block_dy.swapaxes(1, 2), out=dw_block)
-            dw += dw_block
-        if want_dx:
+            dw_total += dw_block
+        if dx is not None:
             np.matmul(turned, block_dy, out=columns)
             for number, tap, start in reads:
                 place = block.of(dx_parts[number], start)
                 place += stack[:, tap]
-    if want_dx:
-        x[...] = 0
+    if dw is not None:
+        dw.reshape(group, filters, rows)[...] = dw_total.swapaxes(1, 2)
+    if dx is not None:
+        dx[...] = 0
         for phase, heads, part in zip(phases, frames, dx_parts, strict=True):
             inner = tuple(slice(h, h + n) for h, n in zip(heads, phase.sizes, strict=True))
-            phase.of(x)[...] = part[(slice(None), slice(None), *inner)]
-    return x, dw.swapaxes(1, 2).reshape(w.shape)
+            phase.of(dx)[...] = part[(slice(None), slice(None), *inner)]
 
 
 def _frame(
@@ -294,10 +311,11 @@ def _frame(
     return tuple(heads), tuple(padded)
 
 
-def _inside(frame: np.ndarray, array: np.ndarray, heads: Sequence[int]) -> np.ndarray:
-    """The array, or if it is larger the frame with the array in it."""
-    if frame.shape == array.shape:
+def _inside(array: np.ndarray, heads: Sequence[int], sizes: tuple[int, ...]) -> np.ndarray:
+    """The array with zeros around it, spatially of these sizes: itself if it has them already."""
+    if array.shape[2:] == sizes:
         return array
+    frame = np.zeros((*array.shape[:2], *sizes), array.dtype)
     inner = tuple(slice(h, h + n) for h, n in zip(heads, array.shape[2:], strict=True))
     frame[(slice(None), slice(None), *inner)] = array
     return frame

@@ -8,7 +8,7 @@ import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import elementwise, keep_where, require_same_shape
-from ortgrad.registry import FLOATS, operator
+from ortgrad.registry import FLOATS, Empty, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,7 +26,12 @@ _DEFAULT_RATIO = 0.5
 
 @operator("DropoutGrad", **_CONTRACT)
 def dropout_grad(
-    dy: np.ndarray, mask: np.ndarray | None, ratio: np.ndarray | None, training_mode: np.ndarray | None
+    dy: np.ndarray,
+    mask: np.ndarray | None,
+    ratio: np.ndarray | None,
+    training_mode: np.ndarray | None,
+    *,
+    empty: Empty,
 ) -> np.ndarray:
     """dX = dY / (1 - ratio) where mask, else 0; dY itself without mask or out of training mode"""
     if mask is not None:
@@ -39,19 +44,24 @@ def dropout_grad(
         return dy
     scale = 1 / (1 - rate)
 
-    def grad(dy: np.ndarray, mask: np.ndarray) -> None:
-        keep_where(mask, dy)
-        np.multiply(dy, scale, out=dy)
+    def grad(dx: np.ndarray, dy: np.ndarray, mask: np.ndarray) -> None:
+        keep_where(mask, dy, out=dx)
+        np.multiply(dx, scale, out=dx)
 
-    return elementwise(grad, dy, mask)
+    return elementwise(grad, empty(0, dy.shape), dy, mask)
 
 
 @operator("TrainableDropoutGrad", **_CONTRACT)
 def trainable_dropout_grad(
-    dy: np.ndarray, mask: np.ndarray | None, ratio: np.ndarray | None, training_mode: np.ndarray | None
+    dy: np.ndarray,
+    mask: np.ndarray | None,
+    ratio: np.ndarray | None,
+    training_mode: np.ndarray | None,
+    *,
+    empty: Empty,
 ) -> np.ndarray:
     """DropoutGrad, for the gradient of the former TrainableDropout"""
-    result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode)
+    result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode, empty=empty)
     return result
 
 

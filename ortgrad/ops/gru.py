@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ortgrad.recurrent import (
     times,
     within_clip,
 )
-from ortgrad.registry import Operand, Shape, operator
+from ortgrad.registry import Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -226,6 +226,7 @@ def gru_grad(
     dh_final: np.ndarray | None,
     *,
     wanted: Sequence[bool],
+    empty: Empty,
     **attributes: Any,
 ) -> tuple[np.ndarray | None, ...]:
     """dX, dW, dR, dB, dH0 = dHAll . d(HAll) + dHFinal . d(HFinal)"""
@@ -237,33 +238,30 @@ def gru_grad(
     zrh = cell.time_first("ZRH", zrh, **sequence, gates=3 * hidden)
     if dh_all is not None:
         dh_all = cell.time_first("dHAll", dh_all, **sequence, hidden=hidden)
-    dh_final = inputs.initial_gradient(cell, "dHFinal", dh_final)
-    if inputs.padding is not None:
-        # What stands there must not matter, not even if it is NaN.
-        inputs.x[inputs.padding] = 0
-    parts = [
-        _backward(
+    dh = inputs.initial_gradient(cell, "dHFinal", dh_final)
+    inputs = replace(inputs, x=inputs.cleared(inputs.x))
+    dx = empty(0, x.shape) if wanted[0] else None
+    dw = empty(1, w.shape) if wanted[1] else None
+    dr = empty(2, r.shape) if wanted[2] else None
+    db = empty(3, (directions, 6 * hidden)) if wanted[3] else None
+    for d in range(directions):
+        da, kept, previous = _backward(
             cell,
             inputs,
             d,
             h_all[:, d],
-            np.ascontiguousarray(zrh[:, d]),
-            None if dh_all is None else dh_all[:, d],
-            dh_final[d],
-            wanted,
+            inputs.cleared(zrh[:, d]),
+            None if dh_all is None else inputs.cleared(dh_all[:, d]),
+            dh[d],
         )
-        for d in range(directions)
-    ]
-    dx, dw, dr, db, dh0 = zip(*parts, strict=True)
-    if wanted[0] and directions == 2:
-        np.add(dx[0], dx[1], out=dx[0])
-    return (
-        cell.as_asked(dx[0].reshape(inputs.x.shape), 1) if wanted[0] else None,
-        stack(dw, 0) if wanted[1] else None,
-        stack(dr, 0) if wanted[2] else None,
-        stack(db, 0) if wanted[3] else None,
-        cell.as_asked(stack(dh0, 0), 1) if wanted[4] else None,
-    )
+        _recurrent_gradients(
+            cell, da, kept, previous, None if dr is None else dr[d], None if db is None else db[d]
+        )
+        if dw is not None:
+            np.matmul(da.T, inputs.x.reshape(len(da), inputs.x.shape[2]), out=dw[d])
+        if dx is not None:
+            cell.input_gradient(da, inputs.w[d], dx, add=d > 0)
+    return dx, dw, dr, db, cell.as_asked(dh, 1) if wanted[4] else None
 
 
 def _backward(
@@ -274,9 +272,8 @@ def _backward(
     zrh: np.ndarray,
     dh_all: np.ndarray | None,
     dh: np.ndarray,
-    wanted: Sequence[bool],
-) -> tuple[np.ndarray | None, ...]:
-    """The gradients of one direction; overwrites h_all, zrh, dh_all and dh.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Back through one direction; leaves the gradient of the first state in dh.
 
     With dH for the gradient of a step's new state and a for what goes into an activation,
 
@@ -289,19 +286,16 @@ def _backward(
         dH of the step before = dH z + daz Rz + dar Rr + (dah r) Rh
 
     What does not depend on dH is computed for a block of steps at once, what the recurrence does not
-    need for all steps after it. A step's gradients take the place of its gates: fresh memory is slow.
+    need for all steps after it. Returns, with a row for each step and batch: daz, dar and dah (dah r if
+    linear_before_reset) side by side; r H (dah if linear_before_reset); and H.
     """
     steps, batch, hidden = h_all.shape
-    x, w, r = inputs.x.reshape(steps * batch, inputs.x.shape[2]), inputs.w[direction], inputs.r[direction]
+    r = inputs.r[direction]
     r_zr, r_h = r[: 2 * hidden], r[2 * hidden :]
     linear_before_reset, padding = cell.linear_before_reset, inputs.padding
     previous = inputs.previous(h_all, inputs.h0[direction], cell.reverse[direction])
-    if padding is not None:
-        zrh[padding] = 0
-        if dh_all is not None:
-            dh_all[padding] = 0
-    # dah if linear_before_reset, else r H; nobody needs the states any more.
-    kept = h_all
+    da = np.empty((steps, batch, 3 * hidden), h_all.dtype)
+    kept = np.empty_like(previous)
     rest, through, product = np.empty((3, batch, hidden), h_all.dtype)
     for block in blocks(cell.reverse[direction], steps, batch * hidden):
         factors, factor_h = _factors(cell, inputs, direction, block, zrh, previous, kept)
@@ -310,45 +304,50 @@ def _backward(
         order = range(len(factors)) if cell.reverse[direction] else reversed(range(len(factors)))
         for i in order:
             t = block.start + i
-            gates = zrh[t].reshape(batch, 3, hidden)
+            gates, grads = (a[t].reshape(batch, 3, hidden) for a in (zrh, da))
             if dh_all is not None:
                 dh += dh_all[t]
             np.multiply(dh, gates[:, 0], out=rest)
             if linear_before_reset:
                 np.multiply(dh, factor_h[i], out=kept[t])
-                np.multiply(dh[:, None], factors[i], out=gates)
-                np.matmul(zrh[t], r, out=dh)
+                np.multiply(dh[:, None], factors[i], out=grads)
+                np.matmul(da[t], r, out=dh)
             else:
-                np.multiply(dh, factors[i, :, 0], out=gates[:, 0])
-                np.multiply(dh, factors[i, :, 2], out=gates[:, 2])
-                np.matmul(gates[:, 2], r_h, out=through)
+                np.multiply(dh, factors[i, :, 0], out=grads[:, 0])
+                np.multiply(dh, factors[i, :, 2], out=grads[:, 2])
+                np.matmul(grads[:, 2], r_h, out=through)
                 np.multiply(through, gates[:, 1], out=product)
                 rest += product
-                np.multiply(through, factors[i, :, 1], out=gates[:, 1])
-                np.matmul(zrh[t, :, : 2 * hidden], r_zr, out=dh)
+                np.multiply(through, factors[i, :, 1], out=grads[:, 1])
+                np.matmul(da[t, :, : 2 * hidden], r_zr, out=dh)
             dh += rest
-    da = zrh.reshape(steps * batch, 3 * hidden)
-    flat_previous, flat_kept = (a.reshape(steps * batch, hidden) for a in (previous, kept))
-    ones = np.ones(steps * batch, da.dtype)
-    dx = dw = dr = db = None
-    if wanted[3]:
-        db = np.tile(ones @ da, 2)
-    if wanted[2]:
-        dr = np.empty_like(r)
-        if linear_before_reset:
-            np.matmul(da.T, flat_previous, out=dr)
-        else:
-            np.matmul(da[:, : 2 * hidden].T, flat_previous, out=dr[: 2 * hidden])
-            np.matmul(da[:, 2 * hidden :].T, flat_kept, out=dr[2 * hidden :])
-    if linear_before_reset:
-        da[:, 2 * hidden :] = flat_kept
+    rows = steps * batch
+    return da.reshape(rows, 3 * hidden), kept.reshape(rows, hidden), previous.reshape(rows, hidden)
+
+
+def _recurrent_gradients(
+    cell: _Cell,
+    da: np.ndarray,
+    kept: np.ndarray,
+    previous: np.ndarray,
+    dr: np.ndarray | None,
+    db: np.ndarray | None,
+) -> None:
+    """Fill dR and dB from what `_backward` returns, and leave daz, dar and dah in da in any case."""
+    rows, hidden = kept.shape
+    zr, h = slice(2 * hidden), slice(2 * hidden, 3 * hidden)
+    ones = np.ones(rows, da.dtype)
+    if dr is not None and cell.linear_before_reset:
+        np.matmul(da.T, previous, out=dr)
+    elif dr is not None:
+        np.matmul(da[:, zr].T, previous, out=dr[zr])
+        np.matmul(da[:, h].T, kept, out=dr[h])
+    if db is not None:
+        db.reshape(2, 3 * hidden)[...] = ones @ da
+    if cell.linear_before_reset:
+        da[:, h] = kept
         if db is not None:
-            db[2 * hidden : 3 * hidden] = ones @ flat_kept
-    if wanted[0]:
-        dx = da @ w
-    if wanted[1]:
-        dw = da.T @ x
-    return dx, dw, dr, db, dh
+            db[h] = ones @ kept
 
 
 def _factors(
@@ -378,8 +377,8 @@ def _factors(
         np.multiply(reset, h0, out=kept[block])
     factors = np.empty((steps, batch, 3, hidden), gates.dtype)
     flat = factors.reshape(gates.shape)
-    flat[:, :, : 2 * hidden] = gate_function.slope(gates[:, :, : 2 * hidden])
-    flat[:, :, 2 * hidden :] = state_function.slope(h)
+    gate_function.slope(gates[:, :, : 2 * hidden], out=flat[:, :, : 2 * hidden])
+    state_function.slope(h, out=flat[:, :, 2 * hidden :])
     if cell.clip is not None:
         # The gates do not tell what went into them, so it is computed once more.
         a = inputs.weighted(direction, block, cell.recurrent_biases(hidden))

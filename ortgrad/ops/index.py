@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.registry import FLOATS, INTEGERS, Operand, Shape, operator
+from ortgrad.registry import FLOATS, INTEGERS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -114,14 +114,17 @@ def _add_rows(dx: np.ndarray, rows: np.ndarray, dy: np.ndarray) -> None:
     types={"T": FLOATS, "I": INTEGERS, "Tind": INTEGERS},
     auto="python",
 )
-def gather_grad(shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, axis: int) -> np.ndarray:
+def gather_grad(
+    shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, axis: int, empty: Empty
+) -> np.ndarray:
     """dX[indices] += dY along an axis, dX = 0 before"""
     dims = dimensions(shape)
     axis = _axis(axis, len(dims))
     outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
     _require_shape(dy, dims[:axis] + indices.shape + dims[axis + 1 :])
     rows = _positive(indices, length).reshape(-1)
-    dx = np.zeros(dims, dy.dtype)
+    dx = empty(0, dims)
+    dx.fill(0)
     if rows.size == 1:
         dx.reshape(outer, length, inner)[:, rows[0]] = dy.reshape(outer, inner)
     elif dy.size:
@@ -159,7 +162,9 @@ def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -
     attributes={"axis": 0},
     types={"T": FLOATS, "Tind": INTEGERS},
 )
-def gather_elements_grad(dy: np.ndarray, shape: np.ndarray, indices: np.ndarray, *, axis: int) -> np.ndarray:
+def gather_elements_grad(
+    dy: np.ndarray, shape: np.ndarray, indices: np.ndarray, *, axis: int, empty: Empty
+) -> np.ndarray:
     """dX[.., indices[i], ..] += dY[.., i, ..] along an axis, dX = 0 before"""
     dims = dimensions(shape)
     axis = _axis(axis, len(dims))
@@ -173,7 +178,8 @@ def gather_elements_grad(dy: np.ndarray, shape: np.ndarray, indices: np.ndarray,
         if i != axis:
             along = np.arange(n) * math.prod(dims[i + 1 :])
             positions += along.reshape(-1, *[1] * (dy.ndim - 1 - i))
-    dx = np.zeros(dims, dy.dtype)
+    dx = empty(0, dims)
+    dx.fill(0)
     np.add.at(dx.reshape(-1), positions.reshape(-1), dy.reshape(-1))
     return dx
 
@@ -195,7 +201,9 @@ def _(op: Ops, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int) -
     attributes={"batch_dims": 0},
     auto="python",
 )
-def gather_nd_grad(shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, batch_dims: int) -> np.ndarray:
+def gather_nd_grad(
+    shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, batch_dims: int, empty: Empty
+) -> np.ndarray:
     """dX[indices[i]] += dY[i], dX = 0 before, in each of the leading `batch_dims` axes"""
     dims = dimensions(shape)
     depth = indices.shape[-1] if indices.ndim else 0
@@ -212,7 +220,8 @@ def gather_nd_grad(shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, ba
         rows = rows * length + _positive(indices[..., i], length)
     rows = np.broadcast_to(rows, indices.shape[:-1]).reshape(-1)
     inner = math.prod(dims[end:])
-    dx = np.zeros(dims, dy.dtype)
+    dx = empty(0, dims)
+    dx.fill(0)
     if dy.size:
         _add_rows(dx.reshape(-1, inner), rows, dy.reshape(-1, inner))
     return dx

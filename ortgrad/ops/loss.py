@@ -10,7 +10,7 @@ import onnx
 
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import blockwise
-from ortgrad.registry import FLOATS, INTEGERS, Choice, operator
+from ortgrad.registry import FLOATS, INTEGERS, Choice, Empty, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,6 +34,7 @@ def softmax_cross_entropy_loss_grad(
     *,
     reduction: str,
     ignore_index: int | None,
+    empty: Empty,
 ) -> np.ndarray:
     """d_logits = dY * w * (exp(log_prob) - onehot(label)), w the weight of the label over the sum of all
 
@@ -46,24 +47,28 @@ def softmax_cross_entropy_loss_grad(
     wrong = ~ignored & ((label < 0) | (label >= classes))
     if wrong.any():
         raise ValueError(f"label {label[wrong][0]} is out of range for {classes} classes")
-    label[ignored] = 0
+    label = np.where(ignored, 0, label)
 
     samples = np.ones(label.shape, log_prob.dtype) if weight is None else weight[label]
     samples[ignored] = 0
     scale = dy / samples.sum(dtype=np.float64) if reduction == "mean" else dy
     factor = (samples * scale.reshape(label.shape if reduction == "none" else ())).astype(log_prob.dtype)
 
-    def grad(p: np.ndarray, label: np.ndarray, samples: np.ndarray, factor: np.ndarray) -> None:
-        np.exp(p, out=p)
+    def grad(
+        p: np.ndarray, log_prob: np.ndarray, label: np.ndarray, samples: np.ndarray, factor: np.ndarray
+    ) -> None:
+        np.exp(log_prob, out=p)
         p[np.arange(len(p))[:, None], label, np.arange(p.shape[2])] -= 1
         p *= factor[:, None]
         if not samples.all():
             np.moveaxis(p, 1, 2)[samples == 0] = 0
 
+    d_logits = empty(0, log_prob.shape)
     n, positions = label.shape[0], math.prod(label.shape[1:])
+    per_class = [a.reshape(n, classes, positions) for a in (d_logits, log_prob)]
     per_sample = [a.reshape(n, positions) for a in (label, samples, factor)]
-    blockwise(grad, log_prob.reshape(n, classes, positions), *per_sample)
-    return log_prob
+    blockwise(grad, *per_class, *per_sample)
+    return d_logits
 
 
 @softmax_cross_entropy_loss_grad.onnx

@@ -8,8 +8,8 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -31,11 +31,10 @@ from ortgrad.recurrent import (
     require_shape,
     scan,
     sizes,
-    stack,
     times,
     within_clip,
 )
-from ortgrad.registry import Operand, Shape, operator
+from ortgrad.registry import Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -114,34 +113,53 @@ def lstm_training(
     p: np.ndarray | None,
     *,
     wanted: Sequence[bool],
+    empty: Empty,
     **attributes: Any,
 ) -> tuple[np.ndarray | None, ...]:
     """HAll, HFinal, CFinal = Y, Y_h, Y_c of ONNX's LSTM, CAll = its cells, iofc = its gates when activated"""
     cell = _Cell.read(**attributes, gradient=False)
     inputs = Inputs.check(cell, 4, x, w, r, b, sl, h0, "Ht0")
     cells = _Cells.check(cell, inputs, c0, p)
-    parts = zip(*(_forward(cell, inputs, cells, d) for d in range(len(cell.reverse))), strict=True)
-    return tuple(
-        cell.as_asked(stack(part, direction), batch) if want else None
-        for part, (direction, batch), want in zip(parts, _PLACES, wanted, strict=True)
+    # All sizes are known here.
+    shapes = cast(
+        "list[tuple[int, ...]]", _training_shapes(Operand(x.shape), None, Operand(r.shape), **attributes)
     )
+    outputs = [
+        empty(i, shape) if want else np.empty(shape, x.dtype)
+        for i, (shape, want) in enumerate(zip(shapes, wanted, strict=True))
+    ]
+    by_direction = [
+        np.moveaxis(np.moveaxis(array, 0, batch) if cell.batch_first else array, direction, 0)
+        for array, (direction, batch) in zip(outputs, _PLACES, strict=True)
+    ]
+    for d in range(len(cell.reverse)):
+        _forward(cell, inputs, cells, d, *(array[d] for array in by_direction))
+    return tuple(array if want else None for array, want in zip(outputs, wanted, strict=True))
 
 
-def _forward(cell: _Cell, inputs: Inputs, cells: _Cells, direction: int) -> tuple[np.ndarray, ...]:
-    """States, final state, final cell, cells, gates: [steps, batch, hidden] (4 hidden) or [batch, hidden]."""
+def _forward(
+    cell: _Cell,
+    inputs: Inputs,
+    cells: _Cells,
+    direction: int,
+    states: np.ndarray,
+    final: np.ndarray,
+    final_cell: np.ndarray,
+    all_cells: np.ndarray,
+    iofc: np.ndarray,
+) -> None:
+    """Fill the outputs of one direction: [steps, batch, hidden] (4 hidden), [batch, hidden] at the end."""
     gate_function, cell_function, state_function = cell.activations[direction]
     clip, padding = cell.clip, inputs.padding
     p = None if cells.p is None else cells.p[direction]
-    iofc = inputs.weighted(direction)
-    steps, batch, hidden = *iofc.shape[:2], inputs.r.shape[2]
+    weighted = inputs.weighted(direction)
+    steps, batch, hidden = states.shape
     r = np.ascontiguousarray(inputs.r[direction].T)
-    states, all_cells = np.empty((2, steps, batch, hidden), iofc.dtype)
     recurrent, product = np.empty((batch, 4 * hidden), iofc.dtype), np.empty((batch, hidden), iofc.dtype)
     state, memory = inputs.h0[direction], cells.c0[direction]
     for t in reversed(range(steps)) if cell.reverse[direction] else range(steps):
         np.matmul(state, r, out=recurrent)
-        gates = iofc[t]
-        gates += recurrent
+        gates = np.add(weighted[t], recurrent, out=iofc[t])
         i, o, f, c = (gates[:, k * hidden : (k + 1) * hidden] for k in range(4))
         if p is not None:
             i += np.multiply(memory, p[0], out=product)
@@ -170,14 +188,13 @@ def _forward(cell: _Cell, inputs: Inputs, cells: _Cells, direction: int) -> tupl
             np.copyto(new, memory, where=over)
             np.copyto(hidden_state, state, where=over)
         state, memory = hidden_state, new
-    final, final_cell = state.copy(), memory.copy()
-    # As onnxruntime: an empty row ends in zeros, whatever it began with.
-    final[inputs.lengths == 0] = 0
-    final_cell[inputs.lengths == 0] = 0
+    for end, last in ((final, state), (final_cell, memory)):
+        np.copyto(end, last)
+        # As onnxruntime: an empty row ends in zeros, whatever it began with.
+        end[inputs.lengths == 0] = 0
     if padding is not None:
         for array in (states, all_cells, iofc):
             array[padding] = 0
-    return states, final, final_cell, all_cells, iofc
 
 
 @lstm_training.onnx
@@ -301,6 +318,7 @@ def lstm_grad(
     p: np.ndarray | None,
     *,
     wanted: Sequence[bool],
+    empty: Empty,
     **attributes: Any,
 ) -> tuple[np.ndarray | None, ...]:
     """dX, dW, dR, dB, dH0, dC0, dP = dHAll . d(HAll) + dHFinal . d(HFinal) + dCFinal . d(CFinal)"""
@@ -315,40 +333,44 @@ def lstm_grad(
     iofc = cell.time_first("iofc", iofc, **sequence, gates=4 * hidden)
     if dh_all is not None:
         dh_all = cell.time_first("dHAll", dh_all, **sequence, hidden=hidden)
-    dh_final = inputs.initial_gradient(cell, "dHFinal", dh_final)
-    dc_final = inputs.initial_gradient(cell, "dCFinal", dc_final)
-    if inputs.padding is not None:
-        # What stands there must not matter, not even if it is NaN.
-        inputs.x[inputs.padding] = 0
-    parts = [
-        _backward(
+    dh = inputs.initial_gradient(cell, "dHFinal", dh_final)
+    dc = inputs.initial_gradient(cell, "dCFinal", dc_final)
+    inputs = replace(inputs, x=inputs.cleared(inputs.x))
+    dx = empty(0, x.shape) if wanted[0] else None
+    dw = empty(1, w.shape) if wanted[1] else None
+    dr = empty(2, r.shape) if wanted[2] else None
+    db = empty(3, (directions, 8 * hidden)) if wanted[3] else None
+    dp = empty(6, (directions, 3 * hidden)) if wanted[6] else None
+    for d in range(directions):
+        da, previous, previous_cells = _backward(
             cell,
             inputs,
             cells,
             d,
             h_all[:, d],
-            np.ascontiguousarray(c_all[:, d]),
-            np.ascontiguousarray(iofc[:, d]),
-            None if dh_all is None else dh_all[:, d],
-            dh_final[d],
-            dc_final[d],
-            wanted,
+            c_all[:, d],
+            iofc[:, d],
+            None if dh_all is None else inputs.cleared(dh_all[:, d]),
+            dh[d],
+            dc[d],
         )
-        for d in range(directions)
-    ]
-    dx, *rest = zip(*parts, strict=True)
-    if wanted[0] and directions == 2:
-        np.add(dx[0], dx[1], out=dx[0])
-    dw, dr, db, dh0, dc0, dp = (
-        stack(part, 0) if want else None for part, want in zip(rest, wanted[1:], strict=True)
-    )
+        flat = da.reshape(len(inputs.x) * batch, 4 * hidden)
+        if dx is not None:
+            cell.input_gradient(flat, w[d], dx, add=d > 0)
+        if dw is not None:
+            np.matmul(flat.T, inputs.x.reshape(len(flat), x.shape[2]), out=dw[d])
+        if dr is not None:
+            np.matmul(flat.T, previous.reshape(len(flat), hidden), out=dr[d])
+        if db is not None:
+            db[d].reshape(2, 4 * hidden)[...] = np.ones(len(flat), flat.dtype) @ flat
+        if dp is not None:
+            for k, seen in enumerate((previous_cells, inputs.cleared(c_all[:, d]), previous_cells)):
+                gate = slice(k * hidden, (k + 1) * hidden)
+                np.einsum("tbh,tbh->h", da[:, :, gate], seen, out=dp[d, gate])
     return (
-        cell.as_asked(dx[0].reshape(inputs.x.shape), 1) if wanted[0] else None,
-        dw,
-        dr,
-        db,
-        None if dh0 is None else cell.as_asked(dh0, 1),
-        None if dc0 is None else cell.as_asked(dc0, 1),
+        *(dx, dw, dr, db),
+        cell.as_asked(dh, 1) if wanted[4] else None,
+        cell.as_asked(dc, 1) if wanted[5] else None,
         dp,
     )
 
@@ -372,9 +394,8 @@ def _backward(
     dh_all: np.ndarray | None,
     dh: np.ndarray,
     dc: np.ndarray,
-    wanted: Sequence[bool],
-) -> tuple[np.ndarray | None, ...]:
-    """The gradients of one direction; overwrites c_all, iofc, dh_all, dh and dc.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Back through one direction; leaves the gradients of the first state and cell in dh and dc.
 
     With dH and dC for the gradients of a step's new state and cell, s = h(C), a for what goes into
     an activation, and C' for the cell of the step before,
@@ -384,16 +405,14 @@ def _backward(
         dH of the step before = da R    dC of the step before = dC f + dai Pi + daf Pf
 
     and, if input_forget, f = 1 - i: dai = dC (c - C') f', daf = 0. All but dH, dC and da R is known before
-    the recurrence, and computed for a block of steps at once. A step's gradients take the place of its gates.
+    the recurrence, and computed for a block of steps at once. Returns da [steps, batch, 4 hidden], and the
+    states and cells that the steps start from.
     """
     steps, batch, hidden = h_all.shape
-    x, w, r = inputs.x.reshape(steps * batch, inputs.x.shape[2]), inputs.w[direction], inputs.r[direction]
-    reverse, padding = cell.reverse[direction], inputs.padding
+    reverse, padding, r = cell.reverse[direction], inputs.padding, inputs.r[direction]
     previous = inputs.previous(h_all, inputs.h0[direction], reverse)
     previous_cells = inputs.previous(c_all, cells.c0[direction], reverse)
-    if padding is not None:
-        for array in (c_all, iofc) if dh_all is None else (c_all, iofc, dh_all):
-            array[padding] = 0
+    da = np.empty((steps, batch, 4 * hidden), iofc.dtype)
     into_cell, before = np.empty((2, batch, hidden), iofc.dtype)
     for block in blocks(reverse, steps, batch * hidden):
         factors, through_state, through_cell = _factors(
@@ -404,32 +423,16 @@ def _backward(
             if dh_all is not None:
                 dh += dh_all[t]
             dc += np.multiply(dh, through_state[k], out=into_cell)
-            gates = iofc[t].reshape(batch, 4, hidden)
+            gates = da[t].reshape(batch, 4, hidden)
             np.multiply(dc[:, None], factors[k], out=gates)
             np.multiply(dh, factors[k, :, 1], out=gates[:, 1])
-            np.matmul(iofc[t], r, out=before)
-            if padding is not None:
-                np.copyto(before, dh, where=padding[t, :, None])
-            dh, before = before, dh
+            if padding is None:
+                np.matmul(da[t], r, out=dh)
+            else:
+                np.matmul(da[t], r, out=before)
+                np.copyto(dh, before, where=~padding[t, :, None])
             dc *= through_cell[k]
-    da = iofc.reshape(steps * batch, 4 * hidden)
-    dx = dw = dr = db = dp = None
-    if wanted[0]:
-        dx = da @ w
-    if wanted[1]:
-        dw = da.T @ x
-    if wanted[2]:
-        dr = da.T @ previous.reshape(steps * batch, hidden)
-    if wanted[3]:
-        db = np.tile(np.ones(steps * batch, da.dtype) @ da, 2)
-    if wanted[6]:
-        dp = np.concatenate(
-            [
-                np.einsum("tbh,tbh->h", iofc[:, :, k * hidden : (k + 1) * hidden], seen)
-                for k, seen in enumerate((previous_cells, c_all, previous_cells))
-            ]
-        )
-    return dx, dw, dr, db, dh, dc, dp
+    return da, previous, previous_cells
 
 
 def _factors(
@@ -457,8 +460,8 @@ def _factors(
     state_function.apply(state)
     factors = np.empty((steps, batch, 4, hidden), gates.dtype)
     flat = factors.reshape(gates.shape)
-    flat[:, :, : 3 * hidden] = gate_function.slope(gates[:, :, : 3 * hidden])
-    flat[:, :, 3 * hidden :] = cell_function.slope(c)
+    gate_function.slope(gates[:, :, : 3 * hidden], out=flat[:, :, : 3 * hidden])
+    cell_function.slope(c, out=flat[:, :, 3 * hidden :])
     if cell.clip is not None:
         # The gates do not tell what went into them, so it is computed once more.
         a = inputs.weighted(direction, block)

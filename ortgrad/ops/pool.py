@@ -12,7 +12,7 @@ import numpy as np
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import parallel
 from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
-from ortgrad.registry import Choice, Operand, Shape, operator
+from ortgrad.registry import Choice, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -58,6 +58,7 @@ def max_pool_grad(
     *,
     kernel_shape: list[int] | None,
     storage_order: int,
+    empty: Empty,
     **attributes: Any,
 ) -> np.ndarray:
     """dX[Indices] += dY, the indices counted over the whole of X as MaxPool writes them"""
@@ -71,10 +72,11 @@ def max_pool_grad(
         _windows(dy, shape, kernel_shape, **attributes)
     # Column major indices are row major ones over the spatial dimensions turned round.
     sizes = shape[2:] if storage_order == 0 else shape[:1:-1]
-    dx = np.zeros(shape[:2] + sizes, dy.dtype)
+    dx = empty(0, shape) if storage_order == 0 else np.empty(shape[:2] + sizes, dy.dtype)
+    dx[...] = 0
     if dy.size:
         if any(d > n for d, n in zip(attributes["dilations"] or (), shape[2:], strict=False)):
-            _drop_blank(dy, indices, math.prod(sizes))
+            dy, indices = _without_blank(dy, indices, math.prod(sizes))
         _require_own_channel(indices, math.prod(sizes))
         np.add.at(dx.reshape(-1), indices.reshape(-1), dy.reshape(-1))
     return dx if storage_order == 0 else dx.transpose(0, 1, *range(dx.ndim - 1, 1, -1))
@@ -91,12 +93,12 @@ def _by_channel(indices: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]
     return flat, step * np.arange(len(flat))
 
 
-def _drop_blank(dy: np.ndarray, indices: np.ndarray, step: int) -> None:
-    """Clear what belongs to windows that step over the whole input: MaxPool's index is -1 everywhere."""
+def _without_blank(dy: np.ndarray, indices: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both, cleared of windows that step over the whole input: there MaxPool's index is -1 everywhere."""
     flat, starts = _by_channel(indices, step)
     blank = flat < starts[:, None]
-    dy.reshape(flat.shape)[blank] = 0
-    flat[blank] = starts[np.nonzero(blank)[0]]
+    kept = np.where(blank, 0, dy.reshape(flat.shape))
+    return kept.astype(dy.dtype, copy=False), np.where(blank, starts[:, None], flat).reshape(indices.shape)
 
 
 def _require_own_channel(indices: np.ndarray, step: int) -> None:
@@ -162,6 +164,7 @@ def average_pool_grad(
     *,
     kernel_shape: list[int] | None,
     count_include_pad: int,
+    empty: Empty,
     **attributes: Any,
 ) -> np.ndarray:
     """dX = the sum over the windows that hold X of dY / the number of elements in the window"""
@@ -171,16 +174,16 @@ def average_pool_grad(
     counts = counts.astype(dy.dtype)
     plans = [_plan(w, i) for i in range(w.rank)]
     planes = dy.reshape(-1 if dy.size else 0, *w.outputs)
-    dx = np.empty((len(planes), *w.sizes), dy.dtype)
+    dx = empty(0, full_shape)
+    dx_planes = dx.reshape(len(planes), *w.sizes)
     piece = max(1, _PIECE // max(1, math.prod(w.sizes)))
 
     def spread(number: int) -> None:
         chosen = slice(number * piece, (number + 1) * piece)
-        source = planes[chosen]
-        source /= counts
+        source = planes[chosen] / counts
         # A box is separable, so it takes kernel steps per axis and not kernel ** rank in all.
         for axis in range(w.rank, 0, -1):
-            target = dx[chosen]
+            target = dx_planes[chosen]
             if axis > 1:
                 target = np.empty(
                     (*source.shape[:axis], w.sizes[axis - 1], *source.shape[axis + 1 :]), dy.dtype
@@ -189,7 +192,7 @@ def average_pool_grad(
             source = target
 
     parallel(spread, -(-len(planes) // piece))
-    return dx.reshape(full_shape)
+    return dx
 
 
 class _Plan(NamedTuple):

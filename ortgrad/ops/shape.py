@@ -8,7 +8,7 @@ import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.ops.index import dimensions, scatter_back, shape_of, size_of
-from ortgrad.registry import operator
+from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -231,6 +231,8 @@ def slice_grad(
     ends: np.ndarray,
     axes: np.ndarray | None,
     steps: np.ndarray | None,
+    *,
+    empty: Empty,
 ) -> np.ndarray:
     """dX = 0 but for dX[starts:ends:steps] = dY"""
     dims = dimensions(shape)
@@ -247,7 +249,8 @@ def slice_grad(
             raise ValueError("a step is 0")
         first, last, _ = slice(start, end, step).indices(dims[axis])
         window[axis] = slice(first, last if last >= 0 else None, step)
-    dx = np.zeros(dims, dy.dtype)
+    dx = empty(0, dims)
+    dx.fill(0)
     part = dx[tuple(window)]
     if part.shape != dy.shape:
         raise ValueError(f"the slice of {list(dims)} has shape {list(part.shape)}, dY has {list(dy.shape)}")

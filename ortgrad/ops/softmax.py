@@ -15,7 +15,7 @@ import numpy as np
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import blockwise, require_same_shape
-from ortgrad.registry import operator
+from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 @operator("SoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": 1})
-def softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+def softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = Y * (dY - sum(Y * dY)), the sum over all axes from `axis` on"""
-    return _from_axis_on(_softmax, dy, y, axis)
+    return _from_axis_on(_softmax, dy, y, axis, empty)
 
 
 @softmax_grad.onnx
@@ -35,9 +35,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
 
 
 @operator("SoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": -1})
-def softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+def softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = Y * (dY - sum(Y * dY)), the sum over `axis`"""
-    return _over_axis(_softmax, dy, y, axis)
+    return _over_axis(_softmax, dy, y, axis, empty)
 
 
 @softmax_grad_13.onnx
@@ -46,9 +46,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
 
 
 @operator("LogSoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": 1})
-def log_softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+def log_softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = dY - exp(Y) * sum(dY), the sum over all axes from `axis` on"""
-    return _from_axis_on(_log_softmax, dy, y, axis)
+    return _from_axis_on(_log_softmax, dy, y, axis, empty)
 
 
 @log_softmax_grad.onnx
@@ -57,9 +57,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
 
 
 @operator("LogSoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": -1})
-def log_softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int) -> np.ndarray:
+def log_softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = dY - exp(Y) * sum(dY), the sum over `axis`"""
-    return _over_axis(_log_softmax, dy, y, axis)
+    return _over_axis(_log_softmax, dy, y, axis, empty)
 
 
 @log_softmax_grad_13.onnx
@@ -67,9 +67,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _log_softmax_body(op, dy, y, axis)
 
 
-def _softmax(dy: np.ndarray, y: np.ndarray) -> None:
-    dy -= np.einsum("iaj,iaj->ij", dy, y)[:, None]
-    dy *= y
+def _softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
+    np.subtract(dy, np.einsum("iaj,iaj->ij", dy, y)[:, None], out=dx)
+    dx *= y
 
 
 def _softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
@@ -77,10 +77,10 @@ def _softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
     return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(y, dy), [axis])))
 
 
-def _log_softmax(dy: np.ndarray, y: np.ndarray) -> None:
-    np.exp(y, out=y)
-    y *= dy.sum(axis=1, keepdims=True)
-    dy -= y
+def _log_softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
+    np.exp(y, out=dx)
+    dx *= dy.sum(axis=1, keepdims=True)
+    np.subtract(dy, dx, out=dx)
 
 
 def _log_softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
@@ -88,18 +88,24 @@ def _log_softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value
     return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, [axis])))
 
 
-def _over_axis(grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+def _over_axis(
+    grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty
+) -> np.ndarray:
     require_same_shape(dY=dy, Y=y)
     axis = _normalized(axis, y.ndim)
-    blockwise(grad, *(_matrices(a, axis, axis + 1) for a in (dy, y)))
-    return dy
+    dx = empty(0, y.shape)
+    blockwise(grad, *(_matrices(a, axis, axis + 1) for a in (dx, dy, y)))
+    return dx
 
 
-def _from_axis_on(grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+def _from_axis_on(
+    grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty
+) -> np.ndarray:
     require_same_shape(dY=dy, Y=y)
     axis = _normalized(axis, y.ndim)
-    blockwise(grad, *(_matrices(a, axis, y.ndim) for a in (dy, y)))
-    return dy
+    dx = empty(0, y.shape)
+    blockwise(grad, *(_matrices(a, axis, y.ndim) for a in (dx, dy, y)))
+    return dx
 
 
 def _matrices(array: np.ndarray, start: int, stop: int) -> np.ndarray:

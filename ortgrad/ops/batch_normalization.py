@@ -1,0 +1,359 @@
+"""Normalizations of channels: batch, instance and group normalization, and mean-variance."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.errors import NodeError
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.kernels import blockwise, require_same_shape
+from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
+from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+_Arrays = tuple[np.ndarray | None, ...]
+
+
+def _batch_shapes(_: Operand, x: Operand, scale: Operand, *__: Operand, **___: Any) -> list[Shape | None]:
+    return [x.shape, scale.shape, scale.shape]
+
+
+@operator(
+    "BatchNormalizationGrad",
+    inputs=["dY: T", "X: T", "scale: T1", "mean: T2", "variance: T2"],
+    outputs=["X_grad?: T", "scale_grad?: T1", "bias_grad?: T1"],
+    shapes=_batch_shapes,
+    attributes={"epsilon": 1e-5},
+    types={"T": FLOATS, "T1": FLOATS, "T2": FLOATS},
+)
+def batch_normalization_grad(
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    mean: np.ndarray,
+    inv: np.ndarray,
+    *,
+    epsilon: float,
+    wanted: tuple[bool, ...],
+    empty: Empty,
+) -> _Arrays:
+    """dX = scale * inv * (dY - bias_grad / n - N * scale_grad / n), N = (X - mean) * inv
+
+    `mean` and `inv` are the batch's mean and inverse standard deviation, which BatchNormInternal saves;
+    the latter comes in as the input `variance`, whatever its name says, and `epsilon` is in it already.
+    bias_grad = sum(dY) and scale_grad = sum(dY * N) are sums over the n values of a channel.
+    """
+    require_same_shape(dY=dy, X=x)
+    _check_channels(x, scale=scale, mean=mean, variance=inv)
+    kind = x.dtype
+    mean, inv = mean.astype(kind, copy=False), inv.astype(kind, copy=False)
+    dx = empty(0, x.shape) if wanted[0] else np.empty_like(x)
+    # The centred values stand where dX will.
+    centred, grads, values = (_channels(a) for a in (dx, dy, x))
+    ones = np.ones(values.shape[2], kind)
+    total, weighted = np.zeros((2, values.shape[1]), kind)
+
+    def add_up(centred: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
+        np.subtract(x, mean[:, None], out=centred)
+        total[:] += (dy @ ones).sum(axis=0)
+        weighted[:] += ((dy * centred) @ ones).sum(axis=0)
+
+    blockwise(add_up, centred, grads, values)
+    weighted *= inv
+    if wanted[0]:
+        count = max(1, values.shape[0] * values.shape[2])
+        factor = scale.astype(kind, copy=False) * inv
+        slope = (weighted * inv / -count)[:, None]
+        shift = (total / -count)[:, None]
+
+        def grad(dx: np.ndarray, dy: np.ndarray) -> None:
+            dx *= slope
+            dx += shift
+            dx += dy
+            dx *= factor[:, None]
+
+        blockwise(grad, centred, grads)
+    per_channel = [weighted.astype(scale.dtype, copy=False), total.astype(scale.dtype, copy=False)]
+    return tuple(value if want else None for value, want in zip([dx, *per_channel], wanted, strict=True))
+
+
+@batch_normalization_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    x: ir.Value,
+    scale: ir.Value,
+    mean: ir.Value,
+    inv: ir.Value,
+    *,
+    epsilon: float,
+    wanted: tuple[bool, ...],
+) -> list[ir.Value]:
+    rank = op.rank(x)
+    mean, inv = cast_like(op, mean, x), cast_like(op, inv, x)
+    centred = op.Sub(x, _on_channels(op, mean, rank))
+    total = _channel_sum(op, dy, rank)
+    weighted = op.Mul(_channel_sum(op, op.Mul(dy, centred), rank), inv)
+    # dX = scale * inv * (dY - total / n - centred * slope): the products of channels are cheap.
+    factor = op.Mul(cast_like(op, scale, x), inv)
+    per_value = op.Div(factor, cast_like(op, count_along(op, x, _other_axes(rank)), x))
+    slope, shift = op.Mul(op.Mul(weighted, inv), per_value), op.Mul(total, per_value)
+    pull = op.Add(op.Mul(centred, _on_channels(op, slope, rank)), _on_channels(op, shift, rank))
+    dx = op.Sub(op.Mul(dy, _on_channels(op, factor, rank)), pull)
+    return [dx, cast_like(op, weighted, scale), cast_like(op, total, scale)]
+
+
+def _internal_shapes(x: Operand, scale: Operand, *_: Operand, **__: Any) -> list[Shape | None]:
+    return [x.shape] + [scale.shape] * 4
+
+
+@operator(
+    "BatchNormInternal",
+    inputs=["X: T", "scale: T1", "B: T1", "input_mean: T2", "input_var: T2"],
+    outputs=["Y: T", "running_mean?: T2", "running_var?: T2", "saved_mean?: T2", "saved_inv_std?: T2"],
+    shapes=_internal_shapes,
+    attributes={"epsilon": 1e-5, "momentum": 0.9, "training_mode": 1},
+    types={"T": FLOATS, "T1": FLOATS, "T2": FLOATS},
+)
+def batch_norm_internal(
+    x: np.ndarray,
+    scale: np.ndarray,
+    b: np.ndarray,
+    input_mean: np.ndarray,
+    input_var: np.ndarray,
+    *,
+    epsilon: float,
+    momentum: float,
+    training_mode: int,
+    wanted: tuple[bool, ...],
+    empty: Empty,
+) -> _Arrays:
+    """Y = (X - mean) * inv * scale + B, with inv = 1 / sqrt(var + epsilon)
+
+    With `training_mode`, mean and var (of the population) are the batch's; running_mean and
+    running_var are momentum * input + (1 - momentum) * batch, and saved_mean and saved_inv_std are
+    mean and inv. Without it, they are input_mean and input_var, and Y is the only output.
+    """
+    _check_internal(training_mode, wanted)
+    _check_channels(x, scale=scale, B=b, input_mean=input_mean, input_var=input_var)
+    # The centred values stand where Y will.
+    y = empty(0, x.shape)
+    kind, values, centred = x.dtype, _channels(x), _channels(y)
+    mean, var = (v.astype(kind, copy=False) for v in (input_mean, input_var))
+    if training_mode:
+        ones = np.ones(values.shape[2], kind)
+        count = max(1, values.shape[0] * values.shape[2])
+        mean = (values @ ones).sum(axis=0) / count
+        squares = np.zeros(len(mean), kind)
+
+        def add_up(centred: np.ndarray, x: np.ndarray) -> None:
+            np.subtract(x, mean[:, None], out=centred)
+            squares[:] += ((centred * centred) @ ones).sum(axis=0)
+
+        blockwise(add_up, centred, values)
+        var = squares / count
+    else:
+        np.subtract(values, mean[:, None], out=centred)
+    inv = 1 / np.sqrt(var + kind.type(epsilon))
+    factor, shift = scale.astype(kind, copy=False) * inv, b.astype(kind, copy=False)
+
+    def apply(y: np.ndarray) -> None:
+        y *= factor[:, None]
+        y += shift[:, None]
+
+    blockwise(apply, centred)
+    rest = 1 - momentum
+    per_channel = [input_mean * momentum + mean * rest, input_var * momentum + var * rest, mean, inv]
+    outputs = [y, *(value.astype(input_mean.dtype, copy=False) for value in per_channel)]
+    return tuple(value if want else None for value, want in zip(outputs, wanted, strict=True))
+
+
+@batch_norm_internal.onnx
+def _(
+    op: Ops,
+    x: ir.Value,
+    scale: ir.Value,
+    b: ir.Value,
+    input_mean: ir.Value,
+    input_var: ir.Value,
+    *,
+    epsilon: float,
+    momentum: float,
+    training_mode: int,
+    wanted: tuple[bool, ...],
+) -> list[ir.Value]:
+    _check_internal(training_mode, wanted)
+    rank = op.rank(x)
+    mean, var = cast_like(op, input_mean, x), cast_like(op, input_var, x)
+    if training_mode:
+        mean = _channel_mean(op, x, rank)
+    centred = op.Sub(x, _on_channels(op, mean, rank))
+    if training_mode:
+        var = _channel_mean(op, op.Mul(centred, centred), rank)
+    inv = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+    factor = _on_channels(op, op.Mul(cast_like(op, scale, x), inv), rank)
+    y = op.Add(op.Mul(centred, factor), _on_channels(op, cast_like(op, b, x), rank))
+    running = [
+        op.Add(op.Mul(old, momentum), op.Mul(cast_like(op, new, old), 1 - momentum))
+        for old, new in ((input_mean, mean), (input_var, var))
+    ]
+    return [y, *running, cast_like(op, mean, input_mean), cast_like(op, inv, input_mean)]
+
+
+def _check_internal(training_mode: int, wanted: tuple[bool, ...]) -> None:
+    if not training_mode and any(wanted[1:]):
+        raise NodeError("without training_mode, Y is the only output")
+
+
+def _check_channels(x: np.ndarray, **vectors: np.ndarray) -> None:
+    if x.ndim == 0:
+        raise ValueError("X must have at least one dimension")
+    channels = x.shape[1] if x.ndim > 1 else 1
+    for name, vector in vectors.items():
+        if vector.shape != (channels,):
+            raise ValueError(
+                f"{name} must have one value per channel of X {list(x.shape)}, [{channels}], "
+                f"it has {list(vector.shape)}"
+            )
+
+
+def _channels(x: np.ndarray) -> np.ndarray:
+    """[batch, channel, rest]; a vector has one channel."""
+    channels = x.shape[1] if x.ndim > 1 else 1
+    return x.reshape(x.shape[0], channels, math.prod(x.shape[2:]))
+
+
+def _other_axes(rank: int) -> list[int]:
+    """All but that of the channels."""
+    return [0, *range(2, rank)]
+
+
+def _on_channels(op: Ops, vector: ir.Value, rank: int) -> ir.Value:
+    """A value per channel so that it broadcasts with [batch, channel, ...]."""
+    return op.Unsqueeze(vector, list(range(1, rank - 1))) if rank > 2 else vector
+
+
+def _channel_sum(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+    return op.ReduceSum(value, _other_axes(rank), keepdims=int(rank == 1))
+
+
+def _channel_mean(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+    return op.ReduceMean(value, _other_axes(rank), keepdims=int(rank == 1))
+
+
+@gradient("BatchNormalization")
+def _(node: Node) -> Slots:
+    op, rank = node.op, node.rank()
+    if node.attribute("training_mode"):
+        return _batch_statistics_grad(node)
+    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    scale, mean, var = (cast_like(op, node.input(i), x) for i in (1, 3, 4))
+    inv = op.Reciprocal(op.Sqrt(op.Add(var, node.attribute("epsilon"))))
+    factor = op.Mul(scale, inv)
+    centred = op.Sub(x, _on_channels(op, mean, rank))
+    d_bias = _channel_sum(op, dy, rank)
+    d_scale = op.Mul(inv, _channel_sum(op, op.Mul(dy, centred), rank))
+    return (
+        op.Mul(dy, _on_channels(op, factor, rank)),
+        d_scale,
+        d_bias,
+        op.Neg(op.Mul(factor, d_bias)),
+        op.Mul(op.Mul(op.Mul(factor, inv), d_scale), -0.5),
+    )
+
+
+def _batch_statistics_grad(node: Node) -> Slots:
+    op, rank, momentum = node.op, node.rank(), node.attribute("momentum")
+    x = widened(op, node.input(0))
+    mean = _channel_mean(op, x, rank)
+    centred = op.Sub(x, _on_channels(op, mean, rank))
+    d_running_mean, d_running_var = node.optional_grad(1), node.optional_grad(2)
+    slots: list[ir.Value | None] = [None] * 5
+    parts = []
+    if node.optional_grad(0) is not None:
+        var = _channel_mean(op, op.Mul(centred, centred), rank)
+        inv = op.Reciprocal(op.Sqrt(op.Add(var, node.attribute("epsilon"))))
+        dx, slots[1], slots[2] = op.BatchNormalizationGrad(
+            widened(op, node.grad(0)),
+            x,
+            node.input(1),
+            mean,
+            inv,
+            epsilon=node.attribute("epsilon"),
+            _outputs=3,
+        )
+        parts.append(dx)
+    # The running statistics are momentum * input + (1 - momentum) * the batch's.
+    share = op.Div(op.number(1 - momentum, x), count_along(op, x, _other_axes(rank)))
+    if d_running_var is not None:
+        slots[4] = op.Mul(d_running_var, momentum)
+        slope = op.Mul(op.Mul(cast_like(op, d_running_var, x), 2.0), share)
+        parts.append(op.Mul(centred, _on_channels(op, slope, rank)))
+    if d_running_mean is not None:
+        slots[3] = op.Mul(d_running_mean, momentum)
+        shift = _on_channels(op, op.Mul(cast_like(op, d_running_mean, x), share), rank)
+        parts.append(shift if parts else op.Expand(shift, op.shape(x)))
+    slots[0] = sum_of(op, parts)
+    return slots
+
+
+@gradient("InstanceNormalization")
+def _(node: Node) -> Slots:
+    op, rank = node.op, node.rank()
+    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    axes = list(range(2, rank))
+    mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
+    normalized = op.Mul(op.Sub(x, mean), inv)
+    # scale is the same along the axes, so it can wait; the sums over them serve three gradients.
+    total, weighted = op.ReduceSum(dy, axes), op.ReduceSum(op.Mul(dy, normalized), axes)
+    factor = op.Mul(inv, _on_channels(op, cast_like(op, node.input(1), x), rank))
+    count = count_along(op, x, axes)
+    pull = op.Add(op.Mul(normalized, op.Div(weighted, count)), op.Div(total, count))
+    dx = op.Mul(factor, op.Sub(dy, pull))
+    return dx, _channel_sum(op, weighted, rank), _channel_sum(op, total, rank)
+
+
+@gradient("GroupNormalization")
+def _(node: Node) -> Slots:
+    op, rank, groups = node.op, node.rank(), node.attribute("num_groups")
+    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    scale, shape, grouped = cast_like(op, node.input(1), x), op.shape(x), [0, groups, -1]
+    per_group = op.opset < 21  # before, scale and bias have a value per group, not per channel
+    values = op.Reshape(x, grouped)
+    mean, inv = statistics(op, values, [2], node.attribute("epsilon"))
+    normalized = op.Mul(op.Sub(values, mean), inv)
+    if per_group:
+        dy, rank = op.Reshape(dy, grouped), 3
+        g, weighted = op.Mul(dy, _on_channels(op, scale, 3)), op.Mul(dy, normalized)
+    else:
+        g = op.Reshape(op.Mul(dy, _on_channels(op, scale, rank)), grouped)
+        weighted = op.Mul(dy, op.Reshape(normalized, shape))
+    dx = op.Reshape(_standardized_grad(op, g, normalized, inv, [2]), shape)
+    return dx, _channel_sum(op, weighted, rank), _channel_sum(op, dy, rank)
+
+
+def _standardized_grad(
+    op: Ops, g: ir.Value, normalized: ir.Value, inv: ir.Value, axes: list[int]
+) -> ir.Value:
+    """inv * (g - mean(g) - N * mean(g * N)), g the gradient of N = (X - mean) * inv"""
+    pull = op.Mul(normalized, op.ReduceMean(op.Mul(g, normalized), axes))
+    return op.Mul(inv, op.Sub(g, op.Add(pull, op.ReduceMean(g, axes))))
+
+
+@gradient("MeanVarianceNormalization")
+def _(node: Node) -> Slots:
+    op, axes = node.op, [axis % node.rank() for axis in node.attribute("axes")]
+    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    centred = op.Sub(x, op.ReduceMean(x, axes))
+    deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes))
+    # Y = centred / (deviation + 1e-9); where all values are equal, it does not move with the deviation.
+    flat = op.Equal(deviation, 0.0)
+    normalized = op.Where(flat, 0.0, op.Div(centred, op.Where(flat, 1.0, deviation)))
+    return (_standardized_grad(op, dy, normalized, op.Reciprocal(op.Add(deviation, 1e-9)), axes),)

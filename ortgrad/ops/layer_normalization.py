@@ -1,0 +1,463 @@
+"""Normalizations of each sample by itself: layer and RMS normalization, with what goes before, and Lp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.kernels import blockwise, require_same_shape
+from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
+from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
+
+_TYPES = {"T": FLOATS, "U": ("float32", "float64"), "V": FLOATS}
+_Arrays = tuple[np.ndarray | None, ...]
+
+
+def _layer_shapes(outputs: int) -> Callable[..., Sequence[Shape | None]]:
+    """X_grad is like X, the others are like scale."""
+
+    def shapes(_: Operand, x: Operand, scale: Operand, *__: Operand, axis: int) -> Sequence[Shape | None]:
+        return [x.shape] + [scale.shape] * (outputs - 1)
+
+    return shapes
+
+
+@operator(
+    "LayerNormalizationGrad",
+    inputs=["Y_grad: V", "X: T", "scale: V", "mean: U", "inv_std_dev: U"],
+    outputs=["X_grad?: T", "scale_grad?: V", "bias_grad?: V"],
+    shapes=_layer_shapes(3),
+    attributes={"axis": -1},
+    types=_TYPES,
+)
+def layer_normalization_grad(
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    mean: np.ndarray,
+    inv: np.ndarray,
+    *,
+    axis: int,
+    wanted: tuple[bool, ...],
+    empty: Empty,
+) -> _Arrays:
+    """dX = inv_std_dev * (g - mean(g) - N * mean(g * N)), g = dY * scale, N = (X - mean) * inv_std_dev
+
+    The means are over all axes from `axis` on; scale_grad = sum(dY * N) and bias_grad = sum(dY) are
+    sums over the axes before it.
+    """
+    mean, inv = _per_row("mean", mean, x, axis), _per_row("inv_std_dev", inv, x, axis)
+
+    def normalize(n: np.ndarray, x: np.ndarray, inv: np.ndarray, mean: np.ndarray) -> None:
+        np.subtract(x, mean, out=n)
+        n *= inv
+
+    return _layer_grad(normalize, dy, x, scale, inv, mean, axis=axis, wanted=wanted, empty=empty)
+
+
+@layer_normalization_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    x: ir.Value,
+    scale: ir.Value,
+    mean: ir.Value,
+    inv: ir.Value,
+    *,
+    axis: int,
+    wanted: tuple[bool, ...],
+) -> list[ir.Value | None]:
+    centred = op.Sub(_flat(op, x, axis, inv), _flat(op, mean, axis, inv))
+    normalized = op.Mul(centred, op.Flatten(inv, axis=axis))
+    return _layer_body(op, dy, x, scale, normalized, inv, axis, centre=True)
+
+
+@operator(
+    "SimplifiedLayerNormalizationGrad",
+    inputs=["Y_grad: V", "X: T", "scale: V", "inv_std_var: U"],
+    outputs=["X_grad?: T", "scale_grad?: V"],
+    shapes=_layer_shapes(2),
+    attributes={"axis": -1},
+    types=_TYPES,
+)
+def simplified_layer_normalization_grad(
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    inv: np.ndarray,
+    *,
+    axis: int,
+    wanted: tuple[bool, ...],
+    empty: Empty,
+) -> _Arrays:
+    """dX = inv_std_var * (g - N * mean(g * N)), g = dY * scale, N = X * inv_std_var
+
+    The mean is over all axes from `axis` on; scale_grad = sum(dY * N) is a sum over the axes before it.
+    """
+    inv = _per_row("inv_std_var", inv, x, axis)
+
+    def normalize(n: np.ndarray, x: np.ndarray, inv: np.ndarray) -> None:
+        np.multiply(x, inv, out=n)
+
+    return _layer_grad(normalize, dy, x, scale, inv, axis=axis, wanted=wanted, empty=empty, centre=False)
+
+
+@simplified_layer_normalization_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    x: ir.Value,
+    scale: ir.Value,
+    inv: ir.Value,
+    *,
+    axis: int,
+    wanted: tuple[bool, ...],
+) -> list[ir.Value | None]:
+    normalized = op.Mul(_flat(op, x, axis, inv), op.Flatten(inv, axis=axis))
+    return _layer_body(op, dy, x, scale, normalized, inv, axis, centre=False)[:2]
+
+
+@operator(
+    "InvertibleLayerNormalizationGrad",
+    inputs=["Y_grad: V", "Y: V", "scale: V", "bias: V", "inv_std_var: U"],
+    outputs=["X_grad?: V", "scale_grad?: V", "bias_grad?: V"],
+    shapes=_layer_shapes(3),
+    attributes={"axis": -1},
+    types={"V": FLOATS, "U": ("float32", "float64")},
+)
+def invertible_layer_normalization_grad(
+    dy: np.ndarray,
+    y: np.ndarray,
+    scale: np.ndarray,
+    bias: np.ndarray,
+    inv: np.ndarray,
+    *,
+    axis: int,
+    wanted: tuple[bool, ...],
+    empty: Empty,
+) -> _Arrays:
+    """LayerNormalizationGrad with N = (Y - bias) / scale, so that X need not be kept"""
+    if not scale.all():
+        raise ValueError("scale holds a 0, so Y does not tell what X was")
+    require_same_shape(scale=scale, bias=bias)
+    inv = _per_row("inv_std_var", inv, y, axis)
+
+    def normalize(n: np.ndarray, y: np.ndarray, inv: np.ndarray) -> None:
+        np.subtract(y, bias.reshape(-1), out=n)
+        n /= scale.reshape(-1)
+
+    return _layer_grad(normalize, dy, y, scale, inv, axis=axis, wanted=wanted, empty=empty)
+
+
+@invertible_layer_normalization_grad.onnx
+def _(
+    op: Ops,
+    dy: ir.Value,
+    y: ir.Value,
+    scale: ir.Value,
+    bias: ir.Value,
+    inv: ir.Value,
+    *,
+    axis: int,
+    wanted: tuple[bool, ...],
+) -> list[ir.Value | None]:
+    scaled = op.Sub(_flat(op, y, axis, inv), _flat(op, bias, 0, inv))
+    normalized = op.Div(scaled, _flat(op, scale, 0, inv))
+    return _layer_body(op, dy, y, scale, normalized, inv, axis, centre=True)
+
+
+def _rows(array: np.ndarray, axis: int) -> np.ndarray:
+    """As a matrix: what is normalized together is a row."""
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"axis {axis} is out of range for a tensor with {array.ndim} dimensions")
+    shape = array.shape
+    axis %= array.ndim
+    return array.reshape(math.prod(shape[:axis]), math.prod(shape[axis:]))
+
+
+def _per_row(name: str, statistic: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
+    count = len(_rows(x, axis))
+    if statistic.size != count:
+        raise ValueError(
+            f"{name} must have one value for each of the {count} rows of X {list(x.shape)} "
+            f"(axis {axis}), it has {list(statistic.shape)}"
+        )
+    return statistic.astype(x.dtype, copy=False).reshape(count, 1)
+
+
+def _layer_grad(
+    normalize: Callable[..., None],
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    inv: np.ndarray,
+    *per_row: np.ndarray,
+    axis: int,
+    wanted: tuple[bool, ...],
+    empty: Empty,
+    centre: bool = True,
+) -> _Arrays:
+    """The gradients; normalize(n, x, inv, *per_row) puts some rows of X normalized into n."""
+    require_same_shape(Y_grad=dy, X=x)
+    if scale.shape != x.shape[axis:]:
+        raise ValueError(
+            f"scale must have the shape of X from axis {axis} on, {list(x.shape[axis:])}, "
+            f"it has {list(scale.shape)}"
+        )
+    want_x, want_scale, want_bias = (*wanted, False)[:3]
+    weights = scale.astype(x.dtype, copy=False).reshape(-1)
+    share = weights / max(1, weights.size)
+    sums = np.zeros((2, weights.size), dy.dtype)
+
+    def grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray, inv: np.ndarray, *per_row: np.ndarray) -> None:
+        normalize(dx, x, inv, *per_row)
+        # Sums over rows and columns as products, which go through BLAS.
+        ones = np.ones(len(dy), dy.dtype)
+        if want_bias:
+            sums[1] += ones @ dy
+        product = dy * dx
+        if want_scale:
+            sums[0] += ones @ product
+        if want_x:
+            dx *= (product @ share)[:, None]
+            if centre:
+                dx += (dy @ share)[:, None]
+            np.subtract(np.multiply(dy, weights, out=product), dx, out=dx)
+            dx *= inv
+
+    dx = empty(0, x.shape) if want_x else np.empty_like(x)
+    blockwise(grad, *(_rows(a, axis) for a in (dx, dy, x)), inv, *per_row)
+    per_column = [
+        total.reshape(scale.shape) if want else None
+        for total, want in zip(sums, (want_scale, want_bias), strict=True)
+    ]
+    return (dx if want_x else None, *per_column)[: len(wanted)]
+
+
+def _flat(op: Ops, value: ir.Value, axis: int, like: ir.Value) -> ir.Value:
+    return op.Flatten(cast_like(op, value, like), axis=axis)
+
+
+def _layer_body(
+    op: Ops,
+    dy: ir.Value,
+    x: ir.Value,
+    scale: ir.Value,
+    normalized: ir.Value,
+    inv: ir.Value,
+    axis: int,
+    *,
+    centre: bool,
+) -> list[ir.Value | None]:
+    """The gradients, from X normalized as a matrix; all in the element type of inv_std_dev."""
+    rows, weights = _flat(op, dy, axis, inv), _flat(op, scale, 0, inv)
+    product = op.Mul(rows, normalized)
+    g = op.Mul(rows, weights)
+    pull = op.Mul(normalized, op.ReduceMean(op.Mul(product, weights), [1]))
+    if centre:
+        pull = op.Add(pull, op.ReduceMean(g, [1]))
+    dx = op.Mul(op.Sub(g, pull), op.Flatten(inv, axis=axis))
+    shape = op.shape(scale)
+    return [
+        cast_like(op, op.Reshape(dx, op.shape(x), allowzero=1), x),
+        cast_like(op, op.Reshape(op.ReduceSum(product, [0]), shape), scale),
+        cast_like(op, op.Reshape(op.ReduceSum(rows, [0]), shape), scale),
+    ]
+
+
+@gradient("LayerNormalization")
+def _(node: Node) -> Slots:
+    op, x = node.op, node.input(0)
+    axis = node.attribute("axis") % node.rank()
+    axes = list(range(axis, node.rank()))
+    if x.dtype is not None and x.dtype.itemsize == 8:
+        # onnxruntime's Mean and InvStdDev are float even then.
+        mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
+    else:
+        mean, inv = node.output(1), node.output(2)
+    d_mean, d_inv = node.optional_grad(1), node.optional_grad(2)
+    parts: list[ir.Value] = []
+    d_scale = d_bias = None
+    if node.optional_grad(0) is not None:
+        dx, d_scale, d_bias = _layer_slots(node, node.grad(0), x, mean, inv, axis, bias=2)
+        parts.append(dx)
+    if d_inv is not None:
+        parts.append(_inverse_grad(op, d_inv, op.Sub(cast_like(op, x, inv), mean), inv, axes))
+    if d_mean is not None:
+        count = count_along(op, x, axes)
+        share = op.Div(cast_like(op, d_mean, count), count)
+        parts.append(share if parts else op.Expand(share, op.shape(x)))
+    return sum_of(op, [cast_like(op, part, x) for part in parts]), d_scale, d_bias
+
+
+def _inverse_grad(op: Ops, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: list[int]) -> ir.Value:
+    """What flows back through inv = 1 / sqrt(mean(centred^2) + epsilon)"""
+    cube = op.Mul(op.Mul(inv, inv), inv)
+    slope = op.Div(op.Mul(cast_like(op, d_inv, inv), cube), count_along(op, centred, axes))
+    return op.Neg(op.Mul(centred, slope))
+
+
+def _layer_slots(
+    node: Node,
+    dy: ir.Value,
+    x: ir.Value,
+    mean: ir.Value | None,
+    inv: ir.Value,
+    axis: int,
+    *,
+    scale: int = 1,
+    bias: int | None = None,
+) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """The gradients towards X, scale and bias; these are the numbers of the inputs."""
+    op, weights = node.op, node.input(scale)
+    shift = None if bias is None else node.optional(bias)
+
+    def layer_grad(dy: ir.Value, weights: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        if mean is None:
+            return *op.SimplifiedLayerNormalizationGrad(dy, x, weights, inv, axis=axis, _outputs=2), None
+        dx, d_scale, d_bias = op.LayerNormalizationGrad(dy, x, weights, mean, inv, axis=axis, _outputs=3)
+        return dx, d_scale, d_bias
+
+    if all(_spans(value, x, axis) for value in (weights, shift) if value is not None):
+        return layer_grad(dy, weights)
+    from ortgrad.backward import unbroadcast  # imports onnx-ir, which takes a while
+
+    # scale or bias are stretched to the shape of X.
+    ones = op.Expand(op.number(1.0, x), op.Shape(x, start=axis))
+    dx = layer_grad(op.Mul(dy, weights), ones)[0]
+    values = cast_like(op, x, inv)
+    normalized = op.Mul(values if mean is None else op.Sub(values, mean), inv)
+    d_scale = unbroadcast(op, op.Mul(dy, cast_like(op, normalized, dy)), weights, x)
+    return dx, d_scale, None if shift is None else unbroadcast(op, dy, shift, x)
+
+
+def _spans(value: ir.Value, x: ir.Value, axis: int) -> bool:
+    """Whether a value that broadcasts to X has the shape that X has from `axis` on."""
+    if value.shape is None or x.shape is None or len(value.shape) != len(x.shape) - axis:
+        return False
+    return all(
+        dim != 1 or other == 1 if isinstance(dim, int) else dim.value is not None and dim == other
+        for dim, other in zip(value.shape, list(x.shape)[axis:], strict=True)
+    )
+
+
+@gradient("RMSNormalization")
+def _(node: Node) -> Slots:
+    op, x = node.op, node.input(0)
+    axis = node.attribute("axis") % node.rank()
+    inv = _inverse_rms(op, x, axis, node.rank(), node.attribute("epsilon"))
+    return _layer_slots(node, node.grad(0), x, None, inv, axis)[:2]
+
+
+def _inverse_rms(op: Ops, x: ir.Value, axis: int, rank: int, epsilon: float) -> ir.Value:
+    x = widened(op, x)
+    return op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), list(range(axis, rank))), epsilon)))
+
+
+@gradient("SimplifiedLayerNormalization")
+def _(node: Node) -> Slots:
+    op, x = node.op, node.input(0)
+    # onnx has no schema for it, so there are no defaults to fill in.
+    axis, epsilon = node.attributes.get("axis", -1) % node.rank(), node.attributes.get("epsilon", 1e-5)
+    inv = _inverse_rms(op, x, axis, node.rank(), epsilon)
+    parts: list[ir.Value] = []
+    d_scale = None
+    if node.optional_grad(0) is not None:
+        dx, d_scale, _ = _layer_slots(node, node.grad(0), x, None, inv, axis)
+        parts.append(dx)
+    d_inv = node.optional_grad(1)
+    if d_inv is not None:
+        part = _inverse_grad(op, d_inv, cast_like(op, x, inv), inv, list(range(axis, node.rank())))
+        parts.append(cast_like(op, part, x))
+    return sum_of(op, parts), d_scale
+
+
+@gradient("SkipLayerNormalization", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), output=3, scale=2, bias=3)
+    return d_sum, _stretched(node, d_sum, 1), d_gamma, d_beta, _stretched(node, d_sum, 4)
+
+
+@gradient("SkipSimplifiedLayerNormalization", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    d_sum, d_gamma, _ = _sum_grad(node, node.input(0), output=3, scale=2, bias=None)
+    return d_sum, _stretched(node, d_sum, 1), d_gamma, _stretched(node, d_sum, 3)
+
+
+@gradient("EmbedLayerNormalization", domain="com.microsoft")
+def _(node: Node) -> Slots:
+    import onnx_ir as ir  # takes a while
+
+    op, ids, positions = node.op, node.input(0), node.optional(8)
+    # Only its type and shape are of interest.
+    like = op.Gather(node.input(2), ids)
+    table = node.input(2).shape
+    if ids.shape is not None and table is not None:
+        like.shape = ir.Shape([*ids.shape, table[1]])
+    d_sum, d_gamma, d_beta = _sum_grad(node, like, output=2, scale=5, bias=6)
+
+    def table_grad(i: int, indices: ir.Value, dy: ir.Value) -> ir.Value:
+        return op.GatherGrad(op.shape(node.input(i)), indices, dy, axis=0)
+
+    if positions is not None:
+        d_position = table_grad(3, op.Expand(positions, op.Shape(ids)), d_sum)
+    else:
+        length = op.Squeeze(op.Shape(ids, start=1))
+        d_position = table_grad(3, op.Range(0, length, 1), op.ReduceSum(d_sum, [0], keepdims=0))
+    d_segment = None if node.optional(1) is None else table_grad(4, node.input(1), d_sum)
+    return None, None, table_grad(2, ids, d_sum), d_position, d_segment, d_gamma, d_beta
+
+
+def _sum_grad(
+    node: Node, like: ir.Value, *, output: int, scale: int, bias: int | None
+) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    """The gradients towards a sum that is normalized along its last axis, towards scale and bias.
+
+    The forward node returns the sum as that output; onnx has no schema for it, so its type and shape are
+    those of `like`, and there are no defaults of attributes to fill in.
+    """
+    op, total = node.op, node.output(output)
+    if any(node.optional_grad(i) is not None for i in (1, 2) if i != output):
+        raise node.unsupported("onnxruntime does not compute its mean and inverse standard deviation")
+    total.type = total.type or like.type
+    total.shape = total.shape or like.shape
+    axis, epsilon = op.rank(total) - 1, node.attributes.get("epsilon", 1e-12)
+    parts = [] if node.optional_grad(output) is None else [node.grad(output)]
+    d_scale = d_bias = mean = None
+    if node.optional_grad(0) is not None:
+        if bias is None:
+            inv = _inverse_rms(op, total, axis, axis + 1, epsilon)
+        else:
+            mean, inv = statistics(op, widened(op, total), [axis], epsilon)
+        dx, d_scale, d_bias = _layer_slots(node, node.grad(0), total, mean, inv, axis, scale=scale, bias=bias)
+        parts.append(dx)
+    return sum_of(op, parts), d_scale, d_bias
+
+
+def _stretched(node: Node, grad: ir.Value, i: int) -> ir.Value | None:
+    """The gradient towards an optional input that was stretched to the shape of the first."""
+    from ortgrad.backward import unbroadcast
+
+    value = node.optional(i)
+    return None if value is None else unbroadcast(node.op, grad, value, node.input(0))
+
+
+@gradient("LpNormalization")
+def _(node: Node) -> Slots:
+    op, axis, p = node.op, [node.attribute("axis")], node.attribute("p")
+    dy, x, y = node.grad(0), node.input(0), node.output(0)
+    norm = op.ReduceL2(x, axis) if p == 2 else op.ReduceL1(x, axis)
+    # Where all is 0, so is Y by definition, and nothing flows back.
+    zero = op.Equal(norm, 0.0)
+    slope = y if p == 2 else op.Sign(x)
+    tangent = op.Sub(dy, op.Mul(slope, op.ReduceSum(op.Mul(dy, y), axis)))
+    return (op.Where(zero, 0.0, op.Div(tangent, op.Where(zero, 1.0, norm))),)

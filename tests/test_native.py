@@ -1,0 +1,287 @@
+"""Kernels on onnxruntime's own memory: no copies, and nothing that outlives the call."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+from test_dispatch import run_script
+
+import ortgrad
+from ortgrad import native
+from ortgrad.registry import Operator, find_operator
+
+FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
+EXPECTED = [1, 0, 3]
+
+
+def relu_model() -> onnx.ModelProto:
+    return ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX", name="the node"))
+
+
+def session() -> ortgrad.InferenceSession:
+    return ortgrad.InferenceSession(relu_model(), kernels="python")
+
+
+@pytest.fixture
+def relu_grad() -> Iterator[Operator]:
+    """The operator, with its own kernel back in place afterwards."""
+    operator = find_operator("ReluGrad")
+    assert operator is not None
+    kernel = operator.kernel
+    yield operator
+    operator.kernel = kernel
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_a_kernel_sees_the_memory_that_was_fed(relu_grad: Operator) -> None:
+    seen: list[int] = []
+
+    def kernel(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        seen.extend((address(dy), address(x)))
+        return dy * (x > 0)
+
+    relu_grad.kernel = kernel
+    np.testing.assert_array_equal(session().run(None, FEEDS)[0], EXPECTED)
+    assert seen == [address(FEEDS["dY"]), address(FEEDS["X"])]
+
+
+def test_a_result_in_the_given_memory_is_not_copied(relu_grad: Operator) -> None:
+    seen: list[int] = []
+
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
+        dx = empty(0, x.shape)
+        seen.append(address(dx))
+        dx[...] = dy * (x > 0)
+        return dx  # type: ignore[no-any-return]
+
+    relu_grad.kernel = kernel
+    (result,) = session().run(None, FEEDS)
+    np.testing.assert_array_equal(result, EXPECTED)
+    assert seen == [address(result)]
+
+
+def test_a_result_elsewhere_is_copied_even_if_memory_was_asked_for(relu_grad: Operator) -> None:
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
+        empty(0, x.shape)[...] = 7
+        return dy[::-1]
+
+    relu_grad.kernel = kernel
+    np.testing.assert_array_equal(session().run(None, FEEDS)[0], [3, 2, 1])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_shapes_and_types(shape: tuple[int, ...], dtype: type) -> None:
+    numbers = np.random.default_rng(0)
+    dy, x = (numbers.standard_normal(shape).astype(dtype) for _ in range(2))
+    model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"), dtype=np.dtype(dtype).name)
+    (dx,) = ortgrad.InferenceSession(model, kernels="python").run(None, {"dY": dy, "X": x})
+    assert dx.dtype == dtype
+    np.testing.assert_array_equal(dx, np.where(x > 0, dy, 0))
+
+
+def test_a_kernel_cannot_write_into_its_inputs(relu_grad: Operator) -> None:
+    def kernel(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        dy *= 2
+        return dy
+
+    made = session()
+    own, relu_grad.kernel = relu_grad.kernel, kernel
+    with pytest.raises(ortgrad.KernelError, match="read-only"):
+        made.run(None, FEEDS)
+    np.testing.assert_array_equal(FEEDS["dY"], [1, 2, 3])
+    relu_grad.kernel = own
+    np.testing.assert_array_equal(made.run(None, FEEDS)[0], EXPECTED)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [lambda dy, out: dy, lambda dy, out: dy[1:], lambda dy, out: dy.reshape(3, 1).T, lambda dy, out: out],
+)
+def test_a_kernel_that_keeps_an_array_is_told_so(
+    relu_grad: Operator, kept: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> None:
+    shelf: list[np.ndarray] = []
+
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
+        dx: np.ndarray = empty(0, x.shape)
+        dx[...] = dy
+        shelf.append(kept(dy, dx))
+        return dx
+
+    made = session()
+    own, relu_grad.kernel = relu_grad.kernel, kernel
+    with pytest.raises(ortgrad.KernelError, match="keep a copy"):
+        made.run(None, FEEDS)
+    relu_grad.kernel = own
+    np.testing.assert_array_equal(made.run(None, FEEDS)[0], EXPECTED)
+
+
+def test_copies_may_be_kept_and_cycles_are_no_offence(relu_grad: Operator) -> None:
+    shelf: list[np.ndarray] = []
+
+    def kernel(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        shelf.append(dy.copy())
+
+        def count_down(n: int) -> np.ndarray:
+            return count_down(n - 1) if n else dy * (x > 0)
+
+        return count_down(3)
+
+    relu_grad.kernel = kernel
+    np.testing.assert_array_equal(session().run(None, FEEDS)[0], EXPECTED)
+    np.testing.assert_array_equal(shelf[0], FEEDS["dY"])
+
+
+def test_what_a_debugger_finds_in_a_failure_is_no_borrowed_memory(relu_grad: Operator) -> None:
+    def kernel(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        view = dy[1:]
+        try:
+            return view / 0 if view.size > 9 else np.reshape(view, (7, 7))
+        except ValueError as error:
+            raise LookupError("no such shape") from error
+
+    relu_grad.kernel = kernel
+    with pytest.raises(ortgrad.KernelError, match="LookupError: no such shape") as caught:
+        session().run(None, FEEDS)
+    found = []
+    reason: BaseException | None = caught.value
+    while reason is not None:
+        trace = reason.__traceback__
+        while trace is not None:
+            for value in trace.tb_frame.f_locals.values():
+                arrays = value if isinstance(value, (list, tuple)) else [value]
+                found += [a for a in arrays if isinstance(a, np.ndarray)]
+            trace = trace.tb_next
+        reason = reason.__cause__ or reason.__context__
+    assert any(np.array_equal(array, [2, 3]) for array in found)
+    for array in found:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        assert array.base is None, "a view of memory that is gone"
+
+
+def test_a_failure_that_does_not_repeat_is_still_a_failure(relu_grad: Operator) -> None:
+    calls: list[int] = []
+
+    def kernel(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("only once")
+        return dy.copy()
+
+    relu_grad.kernel = kernel
+    with pytest.raises(ortgrad.KernelError, match="OSError: only once"):
+        session().run(None, FEEDS)
+
+
+def test_more_memory_than_there_is(relu_grad: Operator) -> None:
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
+        return empty(0, (1 << 30, 1 << 20))  # type: ignore[no-any-return]
+
+    made = session()
+    own, relu_grad.kernel = relu_grad.kernel, kernel
+    with pytest.raises(ortgrad.KernelError):
+        made.run(None, FEEDS)
+    relu_grad.kernel = own
+    np.testing.assert_array_equal(made.run(None, FEEDS)[0], EXPECTED)
+
+
+def test_kernels_end_with_their_session() -> None:
+    gc.collect()
+    before = len(native._kernels)
+    for _ in range(3):
+        session().run(None, FEEDS)
+    gc.collect()
+    assert len(native._kernels) == before
+
+
+def test_session_options_can_be_used_again_for_other_operators() -> None:
+    options = onnxruntime.SessionOptions()
+    first = ortgrad.InferenceSession(relu_model(), options, kernels="python")
+    ones = np.ones(2, np.float32)
+    for node in (ortgrad.nodes.tanh_grad("a", "b", "z"), ortgrad.nodes.bias_gelu_grad_dx("a", "b", "c", "z")):
+        made = ortgrad.InferenceSession(ortgrad.nodes.make_model(node), options, kernels="python")
+        assert np.isfinite(made.run(None, dict.fromkeys(node.input, ones))[0]).all()
+    np.testing.assert_array_equal(first.run(None, FEEDS)[0], EXPECTED)
+
+
+def test_a_saved_model_has_portable_nodes(tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    made = ortgrad.InferenceSession(relu_model(), options, kernels="python")
+    np.testing.assert_array_equal(made.run(None, FEEDS)[0], EXPECTED)
+    saved = onnx.load(tmp_path / "optimized.onnx")
+    assert [(node.domain, node.op_type) for node in saved.graph.node] == [("com.microsoft", "ReluGrad")]
+
+
+def test_a_native_node_in_a_plain_session_fails_with_a_status(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody makes such models, but if one turns up, it neither crashes nor lies."""
+    options = onnxruntime.SessionOptions()
+    ortgrad.register(options)
+    operator = find_operator("ReluGrad")
+    assert operator is not None
+    (attribute,) = (a for a in relu_model().graph.node[0].attribute if a.name == "ortgrad")
+    node = helper.make_node(
+        native.op_type(operator), ["dY", "X"], ["dX"], domain=native.DOMAIN, ortgrad=attribute.s
+    )
+    graph = helper.make_graph(
+        [node],
+        "plain",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None]) for name in ("dY", "X")],
+        [helper.make_tensor_value_info("dX", TensorProto.FLOAT, None)],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(native.DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    plain = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    np.testing.assert_array_equal(plain.run(None, FEEDS)[0], EXPECTED)
+    with caplog.at_level(logging.ERROR, logger="ortgrad"), pytest.raises(Exception, match="must be equal"):
+        plain.run(None, {"dY": FEEDS["dY"], "X": np.ones(4, np.float32)})
+    assert "the node" in caplog.records[0].getMessage()
+    np.testing.assert_array_equal(plain.run(None, FEEDS)[0], EXPECTED)
+
+
+def test_without_a_way_in_the_portable_nodes_run() -> None:
+    script = """
+        import numpy as np, ortgrad
+        from ortgrad import dispatch, native
+        dispatch.takes_native_operators = lambda: False
+        model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
+        session = ortgrad.InferenceSession(model, kernels="python")
+        print(session.run(None, {"dY": np.float32([1, 2]), "X": np.float32([-1, 1])})[0].tolist())
+        try:
+            session.run(None, {"dY": np.float32([1, 2]), "X": np.float32([-1])})
+        except ortgrad.KernelError as error:
+            print("must be equal" in str(error))
+        print(len(native._kernels))
+    """
+    assert run_script(script) == ["[0.0, 2.0]", "True", "0"]
+
+
+def test_the_end_of_the_interpreter_is_quiet() -> None:
+    """Sessions in globals and in cycles end after most of Python has."""
+    script = """
+        import sys
+        import numpy as np, ortgrad
+        model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
+        session = ortgrad.InferenceSession(model, kernels="python")
+        sys.kept = [ortgrad.InferenceSession(model, kernels="python")]
+        sys.kept.append(sys.kept)
+        ones = np.ones(3, np.float32)
+        print([s.run(None, {"dY": ones, "X": ones})[0].tolist() for s in (session, sys.kept[0])])
+    """
+    assert run_script(script) == ["[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]"]
