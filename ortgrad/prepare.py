@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import onnx
 
 from ortgrad.models import ModelLike, load_model
+from ortgrad.passes.training_ops import is_training_operator
 from ortgrad.registry import find_operator
 
 Kernels = Literal["python", "onnx", "auto"]
@@ -43,6 +44,7 @@ def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
         find_operator(node.op_type, node.domain)
         # onnxruntime-training keeps the pool gradients in the default domain.
         or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
+        or is_training_operator(node.op_type, node.domain)
         or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")
         or any(_has_gradients(g.node) for a in node.attribute for g in (a.g, *a.graphs))
         for node in nodes

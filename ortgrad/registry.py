@@ -145,6 +145,7 @@ class Operator:
     auto: Way | Callable[..., Way]
     builder_name: str  # of the node builder in ortgrad.nodes, e.g. conv_grad
     doc: str
+    forward_attributes: frozenset[str] = frozenset()
     body: Callable[..., Any] | None = None
 
     @property
@@ -219,6 +220,7 @@ def operator(
     attributes: Mapping[str, Any] | None = None,
     types: Mapping[str, Sequence[str]] | None = None,
     auto: Way | Callable[..., Way] = "onnx",
+    forward_attributes: Sequence[str] = (),
     domain: str = DOMAIN,
 ) -> Callable[[Kernel], Operator]:
     """Declare a gradient operator; the decorated function is its NumPy kernel.
@@ -230,7 +232,8 @@ def operator(
     array without values for output i. `shapes` names the input whose shape the only output has, or
     is a function of one Operand per input (None for an absent one) and the attributes that
     returns one shape per output. `auto` says which way was measured faster, or is a function of the
-    same arguments that does.
+    same arguments that does. `forward_attributes` are those of the forward operator that
+    onnxruntime-training copies onto the node although they say nothing there.
     """
     key = (domain, name)
     if key in _operators:
@@ -253,6 +256,7 @@ def operator(
             auto=auto,
             builder_name=kernel.__name__,
             doc=inspect.cleandoc(kernel.__doc__ or ""),
+            forward_attributes=frozenset(forward_attributes),
         )
         if any(op.builder_name == other.builder_name for other in _operators.values()):
             raise RegistrationError(f"there is a kernel named {op.builder_name!r} already")

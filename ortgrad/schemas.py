@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from typing import Any
 
@@ -60,6 +61,8 @@ def register_schema(operator: Operator) -> None:
     )
     schema.set_type_and_shape_inference_function(functools.partial(_infer, operator))
     onnx.defs.register_schema(schema)
+    # Older releases of onnx let go of the Python function when Python is gone already, and wait for ever.
+    atexit.register(onnx.defs.deregister_schema, operator.name, 1, operator.domain)
 
 
 def _parameter(slot: Slot) -> onnx.defs.OpSchema.FormalParameter:

@@ -150,10 +150,10 @@ def test_training_info_survives() -> None:
     assert ortgrad.prepare(model).training_info[0].algorithm.name == "sgd"
 
 
-def pool_model(batch: int | str) -> onnx.ModelProto:
+def pool_model(batch: int | str, length: int | str = 4) -> onnx.ModelProto:
     node = helper.make_node("AveragePoolGrad", ["dY"], ["dX"], kernel_shape=[2], strides=[2], name="pool")
     return foreign(
-        [node], {"dY": (TensorProto.FLOAT, [batch, 1, 2])}, {"dX": (TensorProto.FLOAT, [batch, 1, 4])}
+        [node], {"dY": (TensorProto.FLOAT, [batch, 1, 2])}, {"dX": (TensorProto.FLOAT, [batch, 1, length])}
     )
 
 
@@ -186,9 +186,17 @@ def test_wrong_nodes_are_named(node: onnx.NodeProto, text: str) -> None:
         ortgrad.prepare(model)
 
 
-def test_a_pool_gradient_without_a_static_shape_says_what_to_do() -> None:
+@pytest.mark.parametrize("kernels", ["python", "onnx"])
+def test_a_pool_gradient_of_any_batch(kernels: str) -> None:
+    session = ortgrad.InferenceSession(pool_model("N"), kernels=kernels)
+    for batch in (1, 3):
+        (result,) = session.run(None, {"dY": np.full((batch, 1, 2), 2, np.float32)})
+        np.testing.assert_array_equal(result, np.ones((batch, 1, 4)))
+
+
+def test_a_pool_gradient_without_sizes_says_what_to_do() -> None:
     with pytest.raises(ortgrad.NodeError, match=r"node 'pool'.*X_shape"):
-        ortgrad.prepare(pool_model("N"))
+        ortgrad.prepare(pool_model("N", "L"))
 
 
 def test_saved_models_run_on_plain_onnxruntime(tmp_path) -> None:

@@ -19,6 +19,7 @@ _CONTRACT: dict[str, Any] = {
     "inputs": ["dY", "mask?: bool", "ratio?: T1", "training_mode?: bool"],
     "outputs": ["dX"],
     "shapes": "dY",
+    "forward_attributes": ["seed"],
     "types": {"T": FLOATS, "T1": FLOATS},
 }
 _DEFAULT_RATIO = 0.5

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ortgrad.bodies import Ops
 
 _TYPES = {"T": FLOATS, "U": ("float32", "float64"), "V": FLOATS}
+_FORWARD_ATTRIBUTES = ("epsilon", "stash_type")
 _Arrays = tuple[np.ndarray | None, ...]
 
 
@@ -37,6 +38,7 @@ def _layer_shapes(outputs: int) -> Callable[..., Sequence[Shape | None]]:
     outputs=["X_grad?: T", "scale_grad?: V", "bias_grad?: V"],
     shapes=_layer_shapes(3),
     attributes={"axis": -1},
+    forward_attributes=_FORWARD_ATTRIBUTES,
     types=_TYPES,
 )
 def layer_normalization_grad(
@@ -87,6 +89,7 @@ def _(
     outputs=["X_grad?: T", "scale_grad?: V"],
     shapes=_layer_shapes(2),
     attributes={"axis": -1},
+    forward_attributes=_FORWARD_ATTRIBUTES,
     types=_TYPES,
 )
 def simplified_layer_normalization_grad(
@@ -132,6 +135,7 @@ def _(
     outputs=["X_grad?: V", "scale_grad?: V", "bias_grad?: V"],
     shapes=_layer_shapes(3),
     attributes={"axis": -1},
+    forward_attributes=_FORWARD_ATTRIBUTES,
     types={"V": FLOATS, "U": ("float32", "float64")},
 )
 def invertible_layer_normalization_grad(

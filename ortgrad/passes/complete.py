@@ -8,6 +8,7 @@ Python kernel reads. A second time changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
 from ortgrad.passes.nodes import call_of, gradient_nodes
+from ortgrad.passes.training_ops import IN_DEFAULT_DOMAIN
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
 
 POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
@@ -26,7 +28,7 @@ ACCUMULATOR = "InPlaceAccumulatorV2"
 def complete(model: ir.Model) -> None:
     """Complete all gradient nodes of the model, in place."""
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.op_type in POOL_GRADIENTS and node.domain in ("", "ai.onnx"):
+        if node.op_type in (*POOL_GRADIENTS, *IN_DEFAULT_DOMAIN) and node.domain in ("", "ai.onnx"):
             node.domain = DOMAIN
     nodes = list(gradient_nodes(model))
     if not nodes:
@@ -74,12 +76,17 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     for slot, want in zip(operator.outputs, wanted, strict=True):
         if not (want or slot.optional):
             raise NodeError(f"output {slot.name} is missing")
+    for name in operator.forward_attributes:
+        node.attributes.pop(name, None)
     attributes = operator.complete({a.name: _plain(a) for a in node.attributes.values()})
     node.resize_inputs(len(operator.inputs))
     node.resize_outputs(len(operator.outputs))
     node.name = node.name or f"{operator.name}_{next(v.name for v in node.outputs if v.name)}"
-    for slot, value in zip(operator.outputs, node.outputs, strict=True):
+    for slot, value, want in zip(operator.outputs, node.outputs, wanted, strict=True):
         value.name = value.name or f"{node.name}.unused.{slot.name}"
+        if not want:
+            # What the graph says of its shape would have onnxruntime reuse memory that is not there.
+            value.shape = None if value.type is None else ir.Shape([0])
     call = Call(operator, node.name, attributes, tuple(present), tuple(wanted))
     node.attributes.add(ir.AttrString(CALL_ATTRIBUTE, call.to_json()))
 
@@ -95,26 +102,57 @@ def _plain(attribute: ir.Attr) -> Any:
 
 def _add_shape_input(model: ir.Model, node: ir.Node) -> None:
     """Give a pool gradient the shape of X, which onnxruntime-training leaves to the graph."""
-    output = node.outputs[0]
+    graph, output, dy = node.graph, node.outputs[0], node.inputs[0]
+    assert graph is not None
+    made: list[ir.Node] = []
+
+    def record(op_type: str, inputs: list[ir.Value], attributes: dict[str, Any] | None = None) -> ir.Value:
+        made.append(ir.node(op_type, inputs, attributes or {}))
+        value = made[-1].outputs[0]
+        value.name = made[-1].name = f"{output.name}/{op_type}_{len(made)}"
+        value.type = ir.TensorType(ir.DataType.INT64)
+        return value
+
+    def constant(numbers: Sequence[int]) -> ir.Value:
+        return record("Constant", [], {"value": ir.tensor(np.array(numbers, np.int64))})
+
     shape = output.shape
-    if shape is None or not all(isinstance(dim, int) for dim in shape):
+    if shape is not None and shape.is_static():
+        x_shape = constant(shape.numpy())
+    elif (x := _pooled(node)) is not None:
+        x_shape = record("Shape", [x])
+    elif shape is not None and dy is not None and all(isinstance(dim, int) for dim in shape[2:]):
+        ends = [constant([0]), constant([2])]
+        sizes = constant(ir.Shape(shape[2:]).numpy())
+        x_shape = record("Concat", [record("Slice", [record("Shape", [dy]), *ends]), sizes], {"axis": 0})
+    else:
         raise NodeError(
-            f"the shape of its output {output.name!r} is not static in the graph ({shape}); "
+            f"the shape of its output {output.name!r} is not known in the graph ({shape}); "
             "add the input X_shape (int64), or declare the shape as value_info"
         )
-    name = f"{output.name}.shape"
-    array = np.array([int(dim) for dim in shape], np.int64)  # type: ignore[arg-type]
-    if name not in model.graph.initializers:
-        model.graph.register_initializer(
-            ir.Value(
-                name=name,
-                type=ir.TensorType(ir.DataType.INT64),
-                shape=ir.Shape(array.shape),
-                const_value=ir.tensor(array, name=name),
-            )
-        )
+    graph.insert_before(node, made)
     node.resize_inputs(len(node.inputs) + 1)
-    node.replace_input_with(len(node.inputs) - 1, model.graph.initializers[name])
+    node.replace_input_with(len(node.inputs) - 1, x_shape)
+
+
+def _pooled(node: ir.Node) -> ir.Value | None:
+    """The X of the forward node, if the graph tells which that is."""
+    if node.op_type == "MaxPoolGrad":
+        indices = node.inputs[1]
+        forward = None if indices is None else indices.producer()
+        return forward.inputs[0] if forward is not None and forward.op_type == "MaxPool" else None
+    # Only names tell: onnxruntime-training calls a gradient of X X_grad, or X_grad_0 if there are several.
+    dy, dx = (str(v and v.name) for v in (node.inputs[0], node.outputs[0]))
+    for forward in node.graph or ():
+        x, y = forward.inputs[0] if forward.inputs else None, forward.outputs[0]
+        if (
+            forward.op_type == "AveragePool"
+            and x is not None
+            and dy == f"{y.name}_grad"
+            and f"{dx}_".startswith(f"{x.name}_grad_")
+        ):
+            return x
+    return None
 
 
 def _add_cell_inputs(node: ir.Node, operator: Operator) -> None:

@@ -16,6 +16,7 @@ from ortgrad.passes.expand import expand
 from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.nodes import call_of, dimensions
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.training_ops import write_in_standard_onnx
 from ortgrad.registry import PYTHON_TYPES, Operand, Operator, Way, find_operator
 
 
@@ -25,6 +26,8 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     _inline_functions_with_gradients(model)
     complete(model)
     model = at_minimum_opset(model)
+    if write_in_standard_onnx(model):
+        complete(model)
     if expand_gradient_operator(model):
         complete(model)
     expand(model, _chooser(kernels))
