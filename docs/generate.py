@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ortgrad.gradient import all_rules
+from ortgrad.passes.training_ops import training_operators
 from ortgrad.registry import Attribute, Operator, all_operators
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,6 +84,14 @@ def operator_table() -> str:
             o.doc.split("\n")[0].replace("|", "\\|"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## What else training models hold",
+        "",
+        "onnxruntime-training has these too. `prepare` writes them in standard ONNX.",
+        "",
+        ", ".join(f"`{name}`" for name in training_operators()),
+    ]
     rules = all_rules()
     for title, keep in (
         ("Forward operators with a gradient rule", True),

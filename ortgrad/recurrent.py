@@ -445,6 +445,9 @@ def scan(
         for i, value in enumerate([*states, *sequences])
     ]
     body = op.subgraph(name, inputs, step)
+    for value in body.outputs:
+        # onnxruntime 1.23 asks for the rank.
+        value.shape = ir.Shape([None, None])
     made = len(body.outputs) - len(states)
     return op.Scan(
         *states,

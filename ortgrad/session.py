@@ -20,6 +20,7 @@ from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.registry import CALL_ATTRIBUTE, Operator, all_operators, find_operator
 
 _REGISTERED = "ortgrad.registered"
+_FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -87,6 +88,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if prepared is not model:
             model = prepared
             _bind_nodes(model, dispatch.add_monitor(self._monitor), options)
+        if _FUSES_TOO_MUCH:
+            # It makes a FusedMatMul of float64, for which it has no kernel.
+            kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
         try:
             super().__init__(
                 _serialize(model),

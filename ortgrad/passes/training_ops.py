@@ -33,6 +33,11 @@ def is_training_operator(op_type: str, domain: str) -> bool:
     return domain == DOMAIN and op_type in _translations
 
 
+def training_operators() -> list[str]:
+    """The names of all of them."""
+    return sorted(_translations)
+
+
 def write_in_standard_onnx(model: ir.Model) -> bool:
     """Replace every such node of the model, in place; False if there is none."""
     import onnx_ir as ir
