@@ -106,13 +106,11 @@ def _callbacks() -> dict[str, int]:
     return {name: address for name, address in addresses.items() if address is not None}
 
 
-@functools.cache
-def _api(address: int) -> Api:
-    return Api(address)
+_apis: dict[int, Api] = {}
 
 
 def _create_kernel(op: int, api_address: int, info: int, kernel_out: Any) -> int | None:
-    api = _api(api_address)
+    api = _apis.get(api_address) or _apis.setdefault(api_address, Api(api_address))
     try:
         native = _operators[op]
         kernel = _Kernel(api, native, parse_call(native.operator, api.attribute(info, CALL_ATTRIBUTE)))
@@ -127,7 +125,12 @@ def _create_kernel(op: int, api_address: int, info: int, kernel_out: Any) -> int
 
 
 def _compute(number: int, context: int) -> int | None:
-    return _kernels[number].run(context)
+    try:
+        return _kernels[number].run(context)
+    except BaseException as error:
+        # Nobody would see it, and the run would go on with whatever is in the outputs' memory.
+        api = next(iter(_apis.values()))
+        return api.failure(f"{type(error).__name__} around a kernel of ortgrad: {error}")
 
 
 class _Kernel:
@@ -191,11 +194,12 @@ class _Kernel:
         return None
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def _forget_frames(error: BaseException) -> None:
+    chain = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
 
 
 def _is_shared(arrays: list[np.ndarray]) -> bool:

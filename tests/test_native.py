@@ -199,6 +199,18 @@ def test_more_memory_than_there_is(relu_grad: Operator) -> None:
     np.testing.assert_array_equal(made.run(None, FEEDS)[0], EXPECTED)
 
 
+def test_what_goes_wrong_around_a_kernel_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: object, context: int) -> None:
+        raise MemoryError("nothing left")
+
+    made = session()
+    with monkeypatch.context() as patch:
+        patch.setattr(native._Kernel, "run", run)
+        with pytest.raises(Exception, match="MemoryError around a kernel of ortgrad: nothing left"):
+            made.run(None, FEEDS)
+    np.testing.assert_array_equal(made.run(None, FEEDS)[0], EXPECTED)
+
+
 def test_kernels_end_with_their_session() -> None:
     gc.collect()
     before = len(native._kernels)
