@@ -27,6 +27,8 @@ from ortgrad.errors import NodeError, RegistrationError
 DOMAIN = "com.microsoft"
 # The string attribute that carries what a Python kernel needs (see ortgrad.call).
 CALL_ATTRIBUTE = "ortgrad"
+# Tells which of an operator's bodies in the model is the node's (see ortgrad.passes.attach).
+BODY_ATTRIBUTE = "ortgrad_body"
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32")
@@ -186,7 +188,7 @@ class Operator:
 
     def complete(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """All attributes by name, defaults filled in; raises NodeError for what does not fit."""
-        unknown = sorted(set(attributes) - set(self.attributes) - {CALL_ATTRIBUTE})
+        unknown = sorted(set(attributes) - set(self.attributes) - {CALL_ATTRIBUTE, BODY_ATTRIBUTE})
         if unknown:
             known = ", ".join(self.attributes) or "none"
             raise NodeError(f"{self.name} has no attribute {unknown[0]!r} (it has: {known})")

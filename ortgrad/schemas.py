@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from ortgrad.call import Call, parse_call
 from ortgrad.errors import NodeError, RegistrationError
-from ortgrad.registry import CALL_ATTRIBUTE, Attribute, Operand, Operator, Shape, Slot
+from ortgrad.registry import BODY_ATTRIBUTE, CALL_ATTRIBUTE, Attribute, Operand, Operator, Shape, Slot
 
 _ELEMENT_TYPES = {
     "float32": "tensor(float)",
@@ -55,6 +55,12 @@ def register_schema(operator: Operator) -> None:
                 CALL_ATTRIBUTE,
                 onnx.defs.OpSchema.AttrType.STRING,
                 "what the Python kernel needs, as JSON",
+                required=False,
+            ),
+            onnx.defs.OpSchema.Attribute(
+                BODY_ATTRIBUTE,
+                onnx.defs.OpSchema.AttrType.INTS,
+                "as many zeros as tell the node's function from others of the same name",
                 required=False,
             ),
         ],

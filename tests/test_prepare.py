@@ -199,6 +199,37 @@ def test_a_pool_gradient_without_sizes_says_what_to_do() -> None:
         ortgrad.prepare(pool_model("N", "L"))
 
 
+def two_bodies() -> onnx.ModelProto:
+    nodes = [
+        ortgrad.nodes.leaky_relu_grad("dY", "Y", f"dX_{i}", alpha=alpha)
+        for i, alpha in enumerate((0.5, 0.25))
+    ]
+    return ortgrad.nodes.make_model(nodes, shapes={"dY": ["N"], "Y": ["N"]})
+
+
+def test_each_node_has_its_own_body() -> None:
+    model = two_bodies()
+    onnx.checker.check_model(model, full_check=True)
+    plain = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {"dY": np.float32([4]), "Y": np.float32([-1])}
+    assert [r.tolist() for r in plain.run(None, feeds)] == [[2], [1]]
+    again = ortgrad.prepare(model, kernels="python")
+    assert again.SerializeToString(deterministic=True) == model.SerializeToString(deterministic=True)
+    for kernels in ("python", "onnx"):
+        session = ortgrad.InferenceSession(model, kernels=kernels)
+        assert [r.tolist() for r in session.run(None, feeds)] == [[2], [1]]
+
+
+def test_who_ignores_overloads_cannot_load_the_model() -> None:
+    """As onnxruntime before 1.27, which would take the first body for both nodes."""
+    model = two_bodies()
+    first, second = model.functions
+    del second.node[:]
+    second.node.extend(first.node)
+    with pytest.raises(Exception, match=r"take 1\.27 or newer"):
+        onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
 def test_saved_models_run_on_plain_onnxruntime(tmp_path) -> None:
     model = ortgrad.prepare(dropout_model(), kernels="python")
     path = tmp_path / "ready.onnx"

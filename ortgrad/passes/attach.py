@@ -6,22 +6,49 @@ import onnx_ir as ir
 
 from ortgrad.bodies import make_function
 from ortgrad.passes.nodes import call_of, gradient_nodes
-from ortgrad.registry import find_operator
+from ortgrad.registry import BODY_ATTRIBUTE, Operator, find_operator
+
+_REFUSAL = "this onnxruntime confuses function overloads: take 1.27 or newer, or prepare with kernels='onnx'"
 
 
 def attach(model: ir.Model) -> None:
     """Give complete gradient nodes their functions; nodes with equal bodies share one."""
     detach(model)
     nodes = list(gradient_nodes(model))
+    bodies: dict[Operator, dict[str, ir.Function]] = {}
     for node, operator in nodes:
         if operator.body is None:
             continue
         function = make_function(call_of(node, operator), node.inputs, model.opset_imports[""])
         model.functions.setdefault(function.identifier(), function)
+        bodies.setdefault(operator, {}).setdefault(function.overload, function)
         node.overload = function.overload
+    for node, operator in nodes:
+        if len(bodies.get(operator, ())) > 1:
+            number = list(bodies[operator]).index(node.overload)
+            node.attributes.add(ir.AttrInt64s(BODY_ATTRIBUTE, [0] * (number + 2)))
+    for functions in bodies.values():
+        if len(functions) > 1:
+            for number, function in enumerate(functions.values()):
+                _refuse_other_nodes(function, number + 2)
     # Overloads came with IR version 10.
     if nodes:
         model.ir_version = max(model.ir_version, 10)
+
+
+def _refuse_other_nodes(function: ir.Function, count: int) -> None:
+    """Have the function fit only nodes whose BODY_ATTRIBUTE has so many elements.
+
+    onnxruntime before 1.27 does not look at overloads: it would compute one node's gradients with the body
+    of another. Shapes that do not fit keep it from loading the model.
+    """
+    given = ir.Node("", "Constant", [], [ir.RefAttr("value_ints", BODY_ATTRIBUTE, ir.AttributeType.INTS)])
+    expected = ir.Node("", "Constant", [], [ir.AttrInt64s("value_ints", [0] * count)])
+    both = ir.Node("", "Add", [given.outputs[0], expected.outputs[0]], name=_REFUSAL)
+    for node, name in ((given, "given"), (expected, "expected"), (both, "same")):
+        node.outputs[0].name = f"{BODY_ATTRIBUTE}/{name}"
+    function.insert_before(function[0], [given, expected, both])
+    function.attributes.add(ir.Attr(BODY_ATTRIBUTE, ir.AttributeType.INTS, None))
 
 
 def detach(model: ir.Model) -> None:
@@ -33,6 +60,7 @@ def detach(model: ir.Model) -> None:
             del model.functions[key]
     for node in ours:
         node.overload = ""
+        node.attributes.pop(BODY_ATTRIBUTE, None)
 
 
 def is_body(function: ir.Function) -> bool:
