@@ -296,6 +296,12 @@ def _backward(
     previous = inputs.previous(h_all, inputs.h0[direction], cell.reverse[direction])
     da = np.empty((steps, batch, 3 * hidden), h_all.dtype)
     kept = np.empty_like(previous)
+    rows = steps * batch
+    if linear_before_reset:
+        # q, until dah takes its place.
+        np.matmul(previous.reshape(rows, hidden), r_h.T, out=kept.reshape(rows, hidden))
+        if inputs.b is not None:
+            kept += inputs.b[direction, 5 * hidden :]
     rest, through, product = np.empty((3, batch, hidden), h_all.dtype)
     for block in blocks(cell.reverse[direction], steps, batch * hidden):
         factors, factor_h = _factors(cell, inputs, direction, block, zrh, previous, kept)
@@ -321,7 +327,6 @@ def _backward(
                 np.multiply(through, factors[i, :, 1], out=grads[:, 1])
                 np.matmul(da[t, :, : 2 * hidden], r_zr, out=dh)
             dh += rest
-    rows = steps * batch
     return da.reshape(rows, 3 * hidden), kept.reshape(rows, hidden), previous.reshape(rows, hidden)
 
 
@@ -362,18 +367,15 @@ def _factors(
     """What the gradients are multiples of, [steps, batch, 3, hidden]: see `_backward`.
 
     The factors of daz, dar and dah, the second one for dah Rh; or, if linear_before_reset, those of daz,
-    dar and dah r, and apart that of dah, all for dH. Leaves r H in `kept` if not linear_before_reset.
+    dar and dah r, and apart that of dah, all for dH. `kept` holds q if linear_before_reset, else it gets r H.
     """
     gates, h0 = zrh[block], previous[block]
     steps, batch, hidden = h0.shape
     rows, r = steps * batch, inputs.r[direction]
     gate_function, state_function = cell.activations[direction]
     z, reset, h = (gates[:, :, i * hidden : (i + 1) * hidden] for i in range(3))
-    if cell.linear_before_reset:
-        linear = (h0.reshape(rows, hidden) @ r[2 * hidden :].T).reshape(h0.shape)
-        if inputs.b is not None:
-            linear += inputs.b[direction, 5 * hidden :]
-    else:
+    linear = kept[block]
+    if not cell.linear_before_reset:
         np.multiply(reset, h0, out=kept[block])
     factors = np.empty((steps, batch, 3, hidden), gates.dtype)
     flat = factors.reshape(gates.shape)
