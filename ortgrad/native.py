@@ -38,7 +38,8 @@ _lock = threading.Lock()
 _declared: dict[Operator, int] = {}
 _operators: dict[int, _NativeOperator] = {}
 _kernels: weakref.WeakValueDictionary[int, _Kernel] = weakref.WeakValueDictionary()
-_orphans: list[_Kernel] = []
+_orphans: list[_Kernel] = []  # of sessions that are not ours
+_apis: dict[int, Api] = {}
 _numbers = itertools.count(1)
 
 
@@ -104,9 +105,6 @@ def _callbacks() -> dict[str, int]:
     # And that is why the end of a kernel calls no Python, but a C function that does nothing.
     addresses["KernelDestroy"] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
     return {name: address for name, address in addresses.items() if address is not None}
-
-
-_apis: dict[int, Api] = {}
 
 
 def _create_kernel(op: int, api_address: int, info: int, kernel_out: Any) -> int | None:
