@@ -105,7 +105,11 @@ def add_native_operator(address: int) -> None:
 
 def takes_native_operators() -> bool:
     """Whether this build of onnxruntime-extensions has a way in for operators from outside."""
-    return hasattr(_library(), "AddExternalCustomOp")
+    try:
+        return hasattr(_library(), "AddExternalCustomOp")
+    except OSError:
+        # The library is there, or its Python operators would not be; this platform opens it only its own way.
+        return False
 
 
 @functools.cache
