@@ -78,10 +78,10 @@ def conv_grad(
         return np.zeros_like(x), np.zeros_like(w), db
     dx = empty(0, x.shape) if wanted[0] else None
     dw = empty(1, w.shape) if wanted[1] else None
-    # Columns of X are copied for dW and added up again for dX, which costs about twice as
-    # much; columns of dY are copied once and serve both.
-    cost_of_x = x.shape[1] * (wanted[1] + 2 * wanted[0])
-    through = _through_columns_of_dy if len(w) <= cost_of_x else _through_columns_of_x
+    # Columns of X are copied for dW and added up again for dX; those of dY are copied once and serve both, so
+    # that they may be this many times as large.
+    worth = 1.75 if wanted[0] and wanted[1] else 1.5 if wanted[0] else 0.9
+    through = _through_columns_of_dy if len(w) <= worth * x.shape[1] else _through_columns_of_x
     if wanted[0] or wanted[1]:
         through(dy, x, w, win, group, dx, dw)
     return dx, dw, db
