@@ -18,39 +18,35 @@ import time
 import numpy as np
 
 
+def runner(session, feeds):
+    """A call to time, and how its results are named."""
+    names = [output.name for output in session.get_outputs()]
+    return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
+
+
 def ortgrad_peer(kernels):
     import ortgrad
 
-    def load(request, feeds):
-        session = ortgrad.InferenceSession(request["model"], kernels=kernels)
-        names = [output.name for output in session.get_outputs()]
-        return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
-
-    return load
+    return lambda request, feeds: runner(ortgrad.InferenceSession(request["model"], kernels=kernels), feeds)
 
 
 def stock_peer():
-    # The library's own invoker takes the place of ortgrad's.
     from onnxruntime_extensions import PyCustomOpDef, _ocos
 
     install = PyCustomOpDef.install_hooker
-    load = plain_peer()
-    install(_ocos._on_pyop_invocation)
-    return load
 
-
-def plain_peer():
     import onnxruntime
 
     import ortgrad
+
+    # The library's own invoker takes the place of ortgrad's.
+    install(_ocos._on_pyop_invocation)
 
     def load(request, feeds):
         options = onnxruntime.SessionOptions()
         ortgrad.register(options)
         model = ortgrad.prepare(request["model"], kernels="python").SerializeToString()
-        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        names = [output.name for output in session.get_outputs()]
-        return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
+        return runner(onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]), feeds)
 
     return load
 
@@ -59,9 +55,9 @@ def training_peer():
     import onnxruntime
 
     def load(request, feeds):
-        session = onnxruntime.InferenceSession(request["model"], providers=["CPUExecutionProvider"])
-        names = [output.name for output in session.get_outputs()]
-        return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
+        return runner(
+            onnxruntime.InferenceSession(request["model"], providers=["CPUExecutionProvider"]), feeds
+        )
 
     return load
 

@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +16,7 @@ from test_dispatch import run_script
 
 import ortgrad
 from ortgrad import native
-from ortgrad.registry import Operator, find_operator
+from ortgrad.registry import Empty, Operator, find_operator
 
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
 EXPECTED = [1, 0, 3]
@@ -60,11 +59,11 @@ def test_a_kernel_sees_the_memory_that_was_fed(relu_grad: Operator) -> None:
 def test_a_result_in_the_given_memory_is_not_copied(relu_grad: Operator) -> None:
     seen: list[int] = []
 
-    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
         dx = empty(0, x.shape)
         seen.append(address(dx))
         dx[...] = dy * (x > 0)
-        return dx  # type: ignore[no-any-return]
+        return dx
 
     relu_grad.kernel = kernel
     (result,) = session().run(None, FEEDS)
@@ -73,7 +72,7 @@ def test_a_result_in_the_given_memory_is_not_copied(relu_grad: Operator) -> None
 
 
 def test_a_result_elsewhere_is_copied_even_if_memory_was_asked_for(relu_grad: Operator) -> None:
-    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
         empty(0, x.shape)[...] = 7
         return dy[::-1]
 
@@ -115,8 +114,8 @@ def test_a_kernel_that_keeps_an_array_is_told_so(
 ) -> None:
     shelf: list[np.ndarray] = []
 
-    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
-        dx: np.ndarray = empty(0, x.shape)
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
+        dx = empty(0, x.shape)
         dx[...] = dy
         shelf.append(kept(dy, dx))
         return dx
@@ -188,8 +187,8 @@ def test_a_failure_that_does_not_repeat_is_still_a_failure(relu_grad: Operator) 
 
 
 def test_more_memory_than_there_is(relu_grad: Operator) -> None:
-    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Any) -> np.ndarray:
-        return empty(0, (1 << 30, 1 << 20))  # type: ignore[no-any-return]
+    def kernel(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
+        return empty(0, (1 << 30, 1 << 20))
 
     made = session()
     own, relu_grad.kernel = relu_grad.kernel, kernel

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
+from ortgrad.bodies import Ops
 from ortgrad.call import Call, parse_call
+from ortgrad.names import name_nodes
 from ortgrad.registry import CALL_ATTRIBUTE, Operator, Shape, find_operator
 
 
@@ -24,6 +26,29 @@ def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
 def call_of(node: ir.Node, operator: Operator) -> Call:
     """What the node's attribute says; the node must be complete."""
     return parse_call(operator, node.attributes[CALL_ATTRIBUTE].as_string())
+
+
+def put_in_place(
+    node: ir.Node, made: Sequence[ir.Node], op: Ops, results: Sequence[ir.Value | None], taken: set[str]
+) -> None:
+    """Replace a node by `made` and what `op` recorded; results are in the order of its outputs."""
+    graph = node.graph
+    assert graph is not None
+    recorded = {value for recorded in op.nodes for value in recorded.outputs}
+    pairs = [
+        # A graph output keeps its name, and so does what was there before.
+        (old, op.copy(new) if old.is_graph_output() or new not in recorded else new)
+        for old, new in zip(node.outputs, results, strict=False)
+        if new is not None and old.name
+    ]
+    nodes = [*made, *op.nodes]
+    # What a node's rule recorded beside it may have the same prefix.
+    name_nodes(nodes, taken)
+    for i, new_node in enumerate(nodes):
+        new_node.name = f"{node.name}/{new_node.op_type}_{i}"
+    ir.convenience.replace_nodes_and_values(
+        graph, node, [node], nodes, [old for old, _ in pairs], [new for _, new in pairs]
+    )
 
 
 def dimensions(value: ir.Value) -> Shape | None:

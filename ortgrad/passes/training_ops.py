@@ -40,33 +40,20 @@ def training_operators() -> list[str]:
 
 def write_in_standard_onnx(model: ir.Model) -> bool:
     """Replace every such node of the model, in place; False if there is none."""
-    import onnx_ir as ir
-
     from ortgrad.bodies import Ops
-    from ortgrad.names import name_nodes, taken_names
+    from ortgrad.names import taken_names
+    from ortgrad.passes.nodes import put_in_place
 
     nodes = [n for n in model.graph.all_nodes() if is_training_operator(n.op_type, n.domain)]
     taken = taken_names(model.graph)
     for node in nodes:
-        graph = node.graph
-        assert graph is not None
         op = Ops(model.opset_imports[""], prefix=f"{node.outputs[0].name or node.name}/")
         foreign = Foreign(node)
         try:
             results = _translations[node.op_type](op, foreign)
         except NodeError as error:
             raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
-        recorded = {value for made in op.nodes for value in made.outputs}
-        pairs = [
-            (old, op.copy(new) if old.is_graph_output() or new not in recorded else new)
-            for old, new in zip(node.outputs, results, strict=False)
-            if new is not None and old.name
-        ]
-        made_nodes = [*foreign.computed_again, *op.nodes]
-        name_nodes(made_nodes, taken)
-        ir.convenience.replace_nodes_and_values(
-            graph, node, [node], made_nodes, [old for old, _ in pairs], [new for _, new in pairs]
-        )
+        put_in_place(node, foreign.computed_again, op, results, taken)
     return bool(nodes)
 
 
