@@ -24,6 +24,7 @@ from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.inline import inline
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.protos import read, write
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Plan:
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
     """Run the backward pass; what cannot be differentiated is in its `failures`."""
     check_names(source.graph)
-    model = inline(ir.from_proto(source), lambda function: not is_body(function))
+    model = inline(read(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
     expand_gradient_operator(model)
@@ -103,7 +104,7 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     RemoveUnusedOpsetsPass()(model)
     complete(model)
     attach(model)
-    return ir.to_proto(model)
+    return write(model)
 
 
 def _values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:

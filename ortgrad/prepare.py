@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import onnx
 
-from ortgrad.models import ModelLike, load_model
+from ortgrad.models import ModelLike, imports_domain, load_model, with_import
 from ortgrad.passes.training_ops import is_training_operator
 from ortgrad.registry import find_operator
 
@@ -19,9 +19,11 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
 
     kernels="python" keeps the gradient nodes: with `ortgrad.register` their Python kernels run,
     without it the bodies that the model carries. "onnx" leaves standard operators only. "auto"
-    takes per node what was measured faster. The caller's model is not changed.
+    takes per node what was measured faster. A model without gradient nodes gets an import of com.microsoft,
+    without which it may not load beside the op library. The caller's model is not changed.
     """
-    return prepare_loaded(load_model(model), kernels)
+    prepared = prepare_loaded(load_model(model), kernels)
+    return prepared if imports_domain(prepared) else with_import(prepared)
 
 
 def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True) -> onnx.ModelProto:

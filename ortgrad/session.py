@@ -15,12 +15,13 @@ import onnxruntime
 from ortgrad import dispatch, native
 from ortgrad.call import parse_call
 from ortgrad.errors import ModelError
-from ortgrad.models import ModelLike, load_model
+from ortgrad.models import ModelLike, imports_domain, load_model
 from ortgrad.prepare import Kernels, prepare_loaded
-from ortgrad.registry import CALL_ATTRIBUTE, Operator, all_operators, find_operator
+from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, all_operators, find_operator
 
 _REGISTERED = "ortgrad.registered"
 _FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
+_IMPORT = onnx.OperatorSetIdProto(domain=DOMAIN, version=1)
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -270,8 +271,10 @@ def _has_external_data(model: onnx.ModelProto) -> bool:
 
 
 def _serialize(model: onnx.ModelProto) -> bytes:
+    # Appended to the text rather than to the caller's model.
+    more = b"" if imports_domain(model) else onnx.ModelProto(opset_import=[_IMPORT]).SerializeToString()
     try:
-        return model.SerializeToString()
+        return model.SerializeToString() + more
     except ValueError as error:
         raise ModelError(
             "the model is larger than 2 GB: save it with external data and give the path"

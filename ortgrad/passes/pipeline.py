@@ -16,13 +16,14 @@ from ortgrad.passes.expand import expand
 from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.nodes import call_of, dimensions
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.protos import read, write
 from ortgrad.passes.training_ops import write_in_standard_onnx
 from ortgrad.registry import PYTHON_TYPES, Operand, Operator, Way, find_operator
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
     """A copy of the model with complete gradient nodes, or what is in their bodies in their place."""
-    model = ir.from_proto(_with_empty_tensors(source))
+    model = read(_with_empty_tensors(source))
     _inline_functions_with_gradients(model)
     complete(model)
     model = at_minimum_opset(model)
@@ -35,7 +36,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     if bodies:
         infer_types(model)
         attach(model)
-    prepared = ir.to_proto(model)
+    prepared = write(model)
     # onnx-ir has no place for it.
     prepared.training_info.extend(source.training_info)
     return prepared
