@@ -14,6 +14,7 @@ import onnx_ir as ir
 from ortgrad.bodies import Ops
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, UnsupportedError, find_rule
+from ortgrad.registry import find_operator
 
 FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 
@@ -225,6 +226,9 @@ def attributes_of(node: ir.Node, opset: int) -> dict[str, Any]:
 
 @functools.cache
 def _default_attributes(op_type: str, domain: str, opset: int) -> dict[str, Any]:
+    operator = find_operator(op_type, domain)
+    if operator is not None:
+        return {name: a.default for name, a in operator.attributes.items() if a.default is not None}
     version = opset if domain in ("", "ai.onnx") else 1
     if not onnx.defs.has(op_type, version, domain):
         return {}

@@ -17,10 +17,11 @@ from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientErr
 from ortgrad.models import check_names
 from ortgrad.names import free_name, name_nodes, taken_names
 from ortgrad.passes.attach import attach, is_body
-from ortgrad.passes.complete import complete, infer_types
+from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.gradient_op import expand_gradient_operator
+from ortgrad.passes.inference import infer_types
 from ortgrad.passes.inline import inline
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset

@@ -19,6 +19,7 @@ from ortgrad.double import in_double
 from ortgrad.errors import ModelError, OrtgradError, WrongGradientError
 from ortgrad.models import ModelLike, load_model
 from ortgrad.prepare import Kernels, prepare_loaded
+from ortgrad.schemas import schemas_known
 from ortgrad.session import InferenceSession
 
 # How far a gradient of this element type may be from the differences, relative to its size.
@@ -520,7 +521,8 @@ class _PathNode:
 
 def _nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> list[_PathNode]:
     """The nodes of the main graph through which a gradient flows."""
-    inferred = onnx.shape_inference.infer_shapes(proto)
+    with schemas_known():
+        inferred = onnx.shape_inference.infer_shapes(proto)
     typed = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
     other = {v.name for v in typed if v.type.tensor_type.elem_type not in FLOATS}
     active, needed = set(targets), set(outputs)

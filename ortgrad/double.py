@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from ortgrad.schemas import schemas_known
+
 LOW = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # Operators that name the element type of their output, and those that are float without saying so.
 TYPE_ATTRIBUTES = {"to", "dtype", "output_datatype", "output_dtype"}
@@ -25,7 +27,8 @@ def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose floating-point tensors are double, with casts where an operator takes no double."""
     # Functions have no types, and attributes that refer to those of their callers.
     double = _without_functions(model)
-    inferred = onnx.shape_inference.infer_shapes(double)
+    with schemas_known():
+        inferred = onnx.shape_inference.infer_shapes(double)
     opsets = {o.domain: o.version for o in model.opset_import}
     _convert_graph(double.graph, _low_values(inferred.graph), opsets)
     return double

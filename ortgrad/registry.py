@@ -244,7 +244,7 @@ def operator(
     shape_function = _like([s.name for s in slots].index(shapes)) if isinstance(shapes, str) else shapes
 
     def declare(kernel: Kernel) -> Operator:
-        from ortgrad.schemas import register_schema
+        from ortgrad.schemas import check_schema
 
         op = Operator(
             name=name,
@@ -262,7 +262,7 @@ def operator(
         )
         if any(op.builder_name == other.builder_name for other in _operators.values()):
             raise RegistrationError(f"there is a kernel named {op.builder_name!r} already")
-        register_schema(op)
+        check_schema(op)
         _operators[key] = op
         return op
 

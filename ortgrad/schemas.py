@@ -1,9 +1,15 @@
-"""The onnx schema of an operator, so that onnx.checker and shape inference understand it."""
+"""The onnx schema of an operator, so that onnx's shape inference understands it.
+
+onnx has one table of schemas for the whole process, which other packages list and make classes of. So ours
+are in it only while a function of onnx's runs for us.
+"""
 
 from __future__ import annotations
 
-import atexit
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +18,16 @@ from onnx import helper, numpy_helper
 
 from ortgrad.call import Call, parse_call
 from ortgrad.errors import NodeError, RegistrationError
-from ortgrad.registry import BODY_ATTRIBUTE, CALL_ATTRIBUTE, Attribute, Operand, Operator, Shape, Slot
+from ortgrad.registry import (
+    BODY_ATTRIBUTE,
+    CALL_ATTRIBUTE,
+    Attribute,
+    Operand,
+    Operator,
+    Shape,
+    Slot,
+    all_operators,
+)
 
 _ELEMENT_TYPES = {
     "float32": "tensor(float)",
@@ -33,12 +48,46 @@ _ATTRIBUTE_TYPES = {
 }
 
 
-def register_schema(operator: Operator) -> None:
-    """Make the operator known to `onnx.defs`."""
-    if onnx.defs.has(operator.name, operator.domain):
+_lock = threading.Lock()
+_users = 0
+_registered: list[Operator] = []
+
+
+def check_schema(operator: Operator) -> None:
+    """Raise RegistrationError if onnx knows an operator of that name, or its declaration makes no schema."""
+    if operator not in _registered and onnx.defs.has(operator.name, operator.domain):
         raise RegistrationError(
             f"onnx knows a schema {operator.domain}::{operator.name} already, from elsewhere"
         )
+    make_schema(operator)
+
+
+@contextmanager
+def schemas_known() -> Iterator[None]:
+    """Have the schemas of all declared operators in `onnx.defs`. Threads share them, and it can be nested."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for operator in all_operators():
+                # One that somebody else has registered meanwhile is theirs.
+                if not onnx.defs.has(operator.name, operator.domain):
+                    onnx.defs.register_schema(make_schema(operator))
+                    _registered.append(operator)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                while _registered:
+                    operator = _registered.pop()
+                    onnx.defs.deregister_schema(operator.name, 1, operator.domain)
+
+
+@functools.cache
+def make_schema(operator: Operator) -> onnx.defs.OpSchema:
+    """The schema that follows from the operator's declaration."""
     schema = onnx.defs.OpSchema(
         operator.name,
         operator.domain,
@@ -66,9 +115,7 @@ def register_schema(operator: Operator) -> None:
         ],
     )
     schema.set_type_and_shape_inference_function(functools.partial(_infer, operator))
-    onnx.defs.register_schema(schema)
-    # Older releases of onnx let go of the Python function when Python is gone already, and wait for ever.
-    atexit.register(onnx.defs.deregister_schema, operator.name, 1, operator.domain)
+    return schema
 
 
 def _parameter(slot: Slot) -> onnx.defs.OpSchema.FormalParameter:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
 from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
+from ortgrad.passes.inference import infer_types
 from ortgrad.passes.nodes import call_of, gradient_nodes
 from ortgrad.passes.training_ops import IN_DEFAULT_DOMAIN
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
@@ -43,11 +43,6 @@ def complete(model: ir.Model) -> None:
     infer_types(model)
     for node, operator in nodes:
         _fill_inputs(model, node, operator)
-
-
-def infer_types(model: ir.Model) -> None:
-    """Infer types and shapes as far as onnx can."""
-    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
 
 
 def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:

@@ -9,8 +9,9 @@ import onnx_ir as ir
 from ortgrad.backward import FLOAT_TYPES, active_values, dependencies, subgraphs
 from ortgrad.errors import NodeError
 from ortgrad.gradient import find_rule
-from ortgrad.passes.complete import complete, infer_types
+from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
+from ortgrad.passes.inference import infer_types
 from ortgrad.passes.nodes import gradient_nodes
 from ortgrad.passes.schema_functions import open_schema_function
 

@@ -11,8 +11,8 @@ from ortgrad.backward import BackwardPass, dependencies, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.names import name_nodes, taken_names
-from ortgrad.passes.complete import infer_types
 from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.inference import infer_types
 
 DOMAIN = "ai.onnx.preview.training"
 

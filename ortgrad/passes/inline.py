@@ -10,7 +10,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import ModelError
+from ortgrad.passes.inference import to_proto
 from ortgrad.passes.schema_functions import unchanged
+from ortgrad.schemas import schemas_known
 
 
 def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model:
@@ -36,5 +38,6 @@ def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model
 
 def _converted(model: ir.Model) -> ir.Model:
     """All functions inlined by onnx, which converts them to the model's opset on the way."""
-    typed = onnx.shape_inference.infer_shapes(ir.to_proto(model))
-    return ir.from_proto(onnx.inliner.inline_local_functions(typed, convert_version=True))
+    with schemas_known():
+        typed = onnx.shape_inference.infer_shapes(to_proto(model))
+        return ir.from_proto(onnx.inliner.inline_local_functions(typed, convert_version=True))

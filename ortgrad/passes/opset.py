@@ -8,8 +8,9 @@ from onnx_ir.passes.common import InlinePass
 
 from ortgrad.bodies import MINIMUM_OPSET
 from ortgrad.errors import ModelError
-from ortgrad.passes.complete import infer_types
+from ortgrad.passes.inference import infer_types, to_proto
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
+from ortgrad.schemas import schemas_known
 
 
 def at_minimum_opset(model: ir.Model) -> ir.Model:
@@ -22,7 +23,8 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     roundings = _roundings(model) if version <= 10 else {}
     try:
         scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
-        converted = version_converter.convert_version(ir.to_proto(model), MINIMUM_OPSET)
+        with schemas_known():
+            converted = version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
     except RuntimeError as error:
         raise ModelError(
             f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "

@@ -11,9 +11,10 @@ from onnx_ir.passes.common import InlinePass
 
 from ortgrad.call import EMPTY_PREFIX
 from ortgrad.passes.attach import attach, detach
-from ortgrad.passes.complete import complete, infer_types
+from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
 from ortgrad.passes.gradient_op import expand_gradient_operator
+from ortgrad.passes.inference import infer_types
 from ortgrad.passes.nodes import call_of, dimensions
 from ortgrad.passes.opset import at_minimum_opset
 from ortgrad.passes.protos import read, write

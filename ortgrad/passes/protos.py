@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
+from ortgrad.passes.inference import to_proto
 from ortgrad.registry import DOMAIN
 
 # Function overloads came with this version; the oldest onnxruntime that is supported reads it.
@@ -27,4 +28,4 @@ def write(model: ir.Model) -> onnx.ModelProto:
     """The model as a ModelProto that loads with the op library registered as well as without it."""
     # See imports_domain in ortgrad.models.
     model.opset_imports.setdefault(DOMAIN, 1)
-    return ir.to_proto(model)
+    return to_proto(model)

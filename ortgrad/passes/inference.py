@@ -1,0 +1,81 @@
+"""Types and shapes of values, as far as onnx's shape inference finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx
+import onnx_ir as ir
+
+from ortgrad.backward import subgraphs
+from ortgrad.errors import ModelError
+from ortgrad.schemas import schemas_known
+
+# Larger initializers say nothing about shapes, and onnx copies what it is given.
+_LARGEST_CONSTANT = 1000
+
+
+def infer_types(model: ir.Model) -> None:
+    """Write what can be inferred into the values of the model and its subgraphs."""
+    with _without_weights(model), schemas_known():
+        proto = to_proto(model)
+        try:
+            inferred = onnx.shape_inference.infer_shapes(
+                proto, check_type=False, strict_mode=False, data_prop=True
+            )
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+            raise ModelError(f"onnx cannot infer the types of the model: {error}") from error
+    _merge(model.graph, inferred.graph)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as onnx-ir writes it. Shapes of values without a type, which it cannot write, are dropped."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+            if value.type is None:
+                value.shape = None
+    return ir.to_proto(model)
+
+
+@contextmanager
+def _without_weights(model: ir.Model) -> Iterator[None]:
+    """Have large initializers be inputs for a while."""
+    graph, inputs = model.graph, list(model.graph.inputs)
+    large = []
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes > _LARGEST_CONSTANT:
+            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+            large.append((name, value))
+    order = list(graph.initializers.items())
+    try:
+        for name, value in large:
+            del graph.initializers[name]
+            if not value.is_graph_input():
+                graph.inputs.append(value)
+        yield
+    finally:
+        graph.inputs[:] = inputs
+        graph.initializers.clear()
+        graph.initializers.update(order)
+
+
+def _merge(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
+    found = {info.name: info.type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
+    for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+        if value.name in found:
+            _apply(value, found[value.name])
+    for node, proto in zip(graph, inferred.node, strict=True):
+        inner = [g for a in proto.attribute for g in ([a.g] if a.HasField("g") else a.graphs)]
+        for subgraph, inferred_subgraph in zip(subgraphs(node), inner, strict=True):
+            _merge(subgraph, inferred_subgraph)
+
+
+def _apply(value: ir.Value, found: onnx.TypeProto) -> None:
+    type_ = ir.serde.deserialize_type_proto_for_type(found)
+    shape = ir.serde.deserialize_type_proto_for_shape(found)
+    if type_ is not None and type_ != value.type:
+        value.type = type_
+    if shape is not None and shape != value.shape:
+        value.shape = shape
