@@ -15,7 +15,7 @@ from ortgrad.backward import FLOAT_TYPES, BackwardPass, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
 from ortgrad.models import check_names
-from ortgrad.names import free_name, name_nodes, taken_names
+from ortgrad.names import Names
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
@@ -35,7 +35,8 @@ class Plan:
     model: ir.Model
     backward: BackwardPass
     targets: Sequence[ir.Value]
-    taken: set[str]
+    # What the gradients of the targets are called.
+    results: Sequence[str]
 
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
@@ -69,24 +70,26 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
     # What was opened up has new values under the old names.
     values = _values_by_name(graph)
     targets, outputs = [_target(values, n) for n in names[0]], [_output(graph, n) for n in names[1]]
-    op = Ops(model.opset_imports[""])
+    op = Ops(model.opset_imports[""], Names.of(model))
     backward = BackwardPass(op, list(graph), targets)
-    taken = taken_names(graph)
     for value in outputs:
-        backward.seed(value, _seed(graph, op, value, alone=len(outputs) == 1, taken=taken))
+        backward.seed(value, _seed(graph, op, value, alone=len(outputs) == 1))
+    # Before anything else that the backward pass records could be called so.
+    results = [op.names.fresh(f"{value.name}_grad") for value in targets]
     backward.run()
-    return Plan(model, backward, targets, taken)
+    return Plan(model, backward, targets, results)
 
 
 def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
     """`build_gradient_model` for a ModelProto."""
     planned = plan(source, wrt, of)
-    model, backward, targets, taken = planned.model, planned.backward, planned.targets, planned.taken
+    model, backward, targets = planned.model, planned.backward, planned.targets
     graph, op = model.graph, backward.op
     if backward.failures:
         raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
-    results = [_result(backward, value, taken) for value in targets]
-    name_nodes(op.nodes, taken | {value.name for value in results if value.name}, keep=set(results))
+    results: list[ir.Value] = []
+    for value, name in zip(targets, planned.results, strict=True):
+        results.append(_result(backward, value, name, results))
     graph.extend(op.nodes)
     for node in graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
@@ -148,32 +151,27 @@ def _float_initializers(graph: ir.Graph, source: onnx.ModelProto) -> list[ir.Val
     return targets
 
 
-def _seed(graph: ir.Graph, op: Ops, value: ir.Value, *, alone: bool, taken: set[str]) -> ir.Value:
+def _seed(graph: ir.Graph, op: Ops, value: ir.Value, *, alone: bool) -> ir.Value:
     """The gradient to start from: 1 for a single scalar, else an input of the graph."""
     if alone and value.shape is not None and len(value.shape) == 0:
         assert value.dtype is not None
+        op.scope = f"{value.name}_grad"
         return op.constant(np.array(1.0, value.dtype.numpy()))
-    name = free_name(f"{value.name}_grad", taken)
-    seed = ir.Value(name=name, type=value.type, shape=value.shape)
+    seed = ir.Value(name=op.names.fresh(f"{value.name}_grad"), type=value.type, shape=value.shape)
     graph.inputs.append(seed)
     return seed
 
 
-def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Value:
+def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:
     """The gradient of a target under the name that belongs to it."""
     op = backward.op
-    op.prefix = f"{value.name}_grad/"
     grad = backward.total(value)
+    op.scope = f"{value.name}_grad"
     if grad is None:
         grad = op.full_like(value, 0.0)
-    name = free_name(f"{value.name}_grad", taken)
-    if grad.name != name:
-        # Another value's gradient is the same tensor, or it comes from outside.
+    producer = grad.producer()
+    if producer is None or producer.graph is not None or grad in others:
+        # Another target's gradient is the same tensor, or it comes from outside.
         grad = op.copy(grad)
-        for node in op.nodes:
-            for other in node.outputs:
-                if other.name == name:
-                    other.name = f"{name}/total"
-        grad.name = name
-    grad.type, grad.shape = value.type, value.shape
+    grad.name, grad.type, grad.shape = name, value.type, value.shape
     return grad
