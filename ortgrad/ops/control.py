@@ -140,7 +140,7 @@ class _Body:
         """An input for the graph, of the type and shape of another value."""
         import onnx_ir as ir
 
-        return ir.Value(name=self.op.name(name), type=value.type, shape=value.shape)
+        return ir.Value(name=self.new_ops().name(name), type=value.type, shape=value.shape)
 
     def differentiate(
         self, seeds: Mapping[int, ir.Value], targets: Sequence[ir.Value]

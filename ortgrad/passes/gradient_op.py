@@ -13,6 +13,7 @@ from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.names import Names
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.inference import infer_types
+from ortgrad.passes.proven_shapes import infer_proven_shapes
 
 DOMAIN = "ai.onnx.preview.training"
 
@@ -27,6 +28,7 @@ def expand_gradient_operator(model: ir.Model) -> bool:
     if not any(_is_gradient(node) for node in model.graph):
         return False
     model.graph.sort()
+    declared = infer_proven_shapes(model)
     # One after the other: `y` may be a result of another Gradient node.
     while (node := next((n for n in model.graph if _is_gradient(n)), None)) is not None:
         infer_types(model)
@@ -34,6 +36,7 @@ def expand_gradient_operator(model: ir.Model) -> bool:
             _expand(model, node)
         except NodeError as error:
             raise NodeError(f"Gradient node {node.name!r}: {error}") from error
+    declared.restore_borders()
     RemoveUnusedOpsetsPass()(model)
     return True
 
