@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ortgrad.differentiate import build_gradient_model, names_of
 from ortgrad.double import in_double
 from ortgrad.errors import ModelError, OrtgradError, WrongGradientError
+from ortgrad.metadata import names_in
 from ortgrad.models import ModelLike, load_model
 from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.schemas import schemas_known
@@ -115,6 +116,8 @@ def check_gradients(
     if not (targets and outputs):
         raise ModelError("there is no floating-point input, or no floating-point output, to check")
     built = build_gradient_model(proto, wrt=targets, of=outputs)
+    targets, outputs = names_in(built)
+    proto = _exposed(proto, targets, outputs)
     complete = _complete_feeds(proto, feeds or {}, outputs, generator)
     forward = _forward(proto, complete, targets, outputs)
     known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
@@ -146,6 +149,18 @@ def check_gradients(
     for node in nodes:
         add(_check_node(node, proto, values, generator, alone))
     return GradientCheck(tuple(rows[: len(targets)]), forward.name, tuple(rows[len(targets) :]))
+
+
+def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:
+    """The model with all that is differentiated among its outputs, and all weights among its initializers."""
+    graph = proto.graph
+    known = {value.name for value in (*graph.input, *graph.initializer)}
+    known.update(name for node in graph.node if node.op_type != "Constant" for name in node.output)
+    if known.issuperset(targets) and {value.name for value in graph.output}.issuperset(outputs):
+        return proto
+    from ortgrad.build import exposed  # onnx-ir takes a while to import
+
+    return exposed(proto, targets, outputs)
 
 
 def _gradients(
