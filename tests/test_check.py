@@ -207,6 +207,10 @@ def test_the_default_leaves_out_what_has_no_gradient() -> None:
         { y = Resize <mode = "linear"> (x, , scales) }"""
     )
     assert _differentiable(model) == ["x"]
+    # A Dropout and its gradient read the ratio.
+    assert "ratio" not in _differentiable(onnx.load(GOLDEN / "training" / "dropout.onnx"))
+    assert "scales" not in _differentiable(onnx.load(GOLDEN / "training" / "resize.onnx"))
+    assert ortgrad.check_gradients(GOLDEN / "training" / "dropout.onnx", directions=1).ok
 
 
 MODELS = Path(__file__).parent.parent / "models"
