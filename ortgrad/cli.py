@@ -186,25 +186,22 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ortgrad.check import FAILURES, check_gradients
+    from ortgrad.check import check_gradients
     from ortgrad.progress import Progress
 
-    try:
-        with Progress(arguments.progress) as progress:
-            result = check_gradients(
-                arguments.model,
-                _feeds(arguments.feeds),
-                wrt=arguments.wrt,
-                of=arguments.of,
-                kernels=arguments.kernels,
-                per_node=arguments.per_node,
-                progress=progress,
-            )
-    except OrtgradError:
-        raise
-    except FAILURES as error:
-        raise ModelError(f"the model does not run: {' '.join(str(error).split())}") from error
+    with Progress(arguments.progress) as progress:
+        result = check_gradients(
+            arguments.model,
+            _feeds(arguments.feeds),
+            wrt=arguments.wrt,
+            of=arguments.of,
+            kernels=arguments.kernels,
+            per_node=arguments.per_node,
+            progress=progress,
+        )
     print(result)
+    if not result.judged:
+        return _fail("nothing could be judged; give other values with --feeds")
     return 0 if result.ok else 1
 
 
