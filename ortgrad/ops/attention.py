@@ -22,11 +22,6 @@ _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
 
 @gradient("Attention")
 def _(node: Node) -> Slots:
-    if node.attribute("is_causal") and node.optional(6) is not None:
-        raise node.unsupported(
-            "with is_causal and nonpad_kv_seqlen together, onnxruntime's float and double results disagree; "
-            "put the causal mask into attn_mask instead"
-        )
     return _Attention(node).slots()
 
 
