@@ -340,7 +340,8 @@ def _(node: Node) -> Slots:
         return (dx,)
     # What was cut off has no gradient, what was filled up had no element.
     there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
-    return (op.Pad(dx, op.Concat([0], op.Sub(own, there), axis=0), None, axis),)
+    pads = op.Concat([0], op.Sub(own, there), axis=0)
+    return (op.Pad(dx, pads, None, axis, rank=node.rank()),)
 
 
 def _require_half(node: Node) -> None:

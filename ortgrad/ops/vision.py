@@ -53,7 +53,7 @@ def _(node: Node) -> Slots:
         )
     heads, tails = explicit_pads(node.attribute("pads"), count)
     if any((*heads, *tails)):
-        dy = op.Pad(dy, [*heads, *tails], None, list(range(2, 2 + count)))
+        dy = op.Pad(dy, [*heads, *tails], None, list(range(2, 2 + count)), rank=2 + count)
     for i in range(count):
         taps = op.Mul(op.Range(0, op.Gather(block, i), 1), dilations[i])
         room = op.Add(op.Gather(image, i), heads[i] + tails[i])
