@@ -25,6 +25,7 @@ from ortgrad.passes.inference import infer_types
 from ortgrad.passes.inline import inline
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.protos import read, write
 
 
@@ -48,6 +49,7 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
     graph = model.graph
     infer_types(model)
     infer_loop_shapes(model)
+    pad_all_axes(model)
     values = _values_by_name(graph)
     outputs = [_output(graph, name) for name in of] if of is not None else list(graph.outputs[:1])
     if not outputs:

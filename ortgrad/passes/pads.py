@@ -1,0 +1,44 @@
+"""Write Pads for all axes.
+
+onnxruntime moves a Transpose past a Pad without looking at its `axes`, and with the gradient's nodes behind
+it a Pad may well be on the way between two transposes where it was not before.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortgrad.bodies import Ops
+from ortgrad.names import taken_names
+from ortgrad.passes.nodes import put_in_place
+
+
+def pad_all_axes(model: ir.Model) -> None:
+    """Replace every Pad and CenterCropPad along chosen axes, in place; their values keep their names."""
+    taken = taken_names(model.graph)
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        op = Ops(model.opset_imports[""], prefix=f"{node.outputs[0].name}/")
+        if node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None:
+            put_in_place(node, [], op, [_padded(op, node)], taken)
+        elif node.op_type == "CenterCropPad" and "axes" in node.attributes:
+            put_in_place(node, [], op, [_centred(op, node)], taken)
+
+
+def _padded(op: Ops, node: ir.Node) -> ir.Value:
+    x, pads, constant, axes = node.inputs
+    assert x is not None
+    mode = node.attributes.get_string("mode")
+    return op.Pad(x, pads, constant, axes, mode=mode)
+
+
+def _centred(op: Ops, node: ir.Node) -> ir.Value:
+    """As the function of CenterCropPad's schema, but in one step: negative pads crop."""
+    x, shape = node.inputs
+    assert x is not None
+    axes = list(node.attributes["axes"].as_ints())
+    more = op.Sub(op.Cast(shape, to=ir.DataType.INT64), op.Gather(op.shape(x), axes))
+    # The division rounds towards 0, as both cropping and padding do.
+    before = op.Div(more, 2)
+    return op.Pad(x, op.Concat(before, op.Sub(more, before), axis=0), None, axes)
