@@ -293,7 +293,11 @@ def _(node: Node) -> Slots:
 
 @gradient("Compress")
 def _(node: Node) -> Slots:
-    return (_selected_back(node, node.op.Squeeze(node.op.NonZero(node.input(1)), [0])),)
+    op, x, axis = node.op, node.input(0), node.attribute("axis")
+    # onnxruntime does not read the condition further than the input goes.
+    length = size_of(op, x) if axis is None else op.Gather(op.shape(x), [axis])
+    condition = op.Slice(node.input(1), [0], length)
+    return (_selected_back(node, op.Squeeze(op.NonZero(condition), [0])),)
 
 
 def _selected_back(node: Node, indices: ir.Value) -> ir.Value:

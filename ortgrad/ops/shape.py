@@ -150,8 +150,11 @@ def _(node: Node) -> Slots:
     dx = op.SpaceToDepth(node.grad(0), blocksize=block)
     if node.attribute("mode") == "DCR":
         return (dx,)
-    split = op.Reshape(dx, _vector(op, 0, block * block, _length(op, node.output(0), 1), -1))
-    return (op.Reshape(op.Transpose(split, perm=[0, 2, 1, 3]), op.shape(node.input(0))),)
+    x = node.input(0)
+    batch, height, width = (_length(op, x, i) for i in (0, 2, 3))
+    shape = _vector(op, batch, block * block, _length(op, node.output(0), 1), height, width)
+    split = op.Transpose(op.Reshape(dx, shape, allowzero=1), perm=[0, 2, 1, 3, 4])
+    return (op.Reshape(split, op.shape(x), allowzero=1),)
 
 
 @gradient("SpaceToDepth")
