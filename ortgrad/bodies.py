@@ -149,6 +149,51 @@ class Ops(ir.tape.Tape):
             )
         return len(value.shape)
 
+    def Pad(  # noqa: N802
+        self,
+        value: ir.Value,
+        pads: Any,
+        constant: Any = None,
+        axes: Any = None,
+        *,
+        rank: int | None = None,
+        mode: str | None = None,
+    ) -> ir.Value:
+        """Pad along some axes. `rank` is the value's number of dimensions, if that is known.
+
+        The node is written for all axes: onnxruntime reorders `pads` when it moves a Transpose past a Pad,
+        but not `axes`.
+        """
+        if axes is not None:
+            if rank is None and value.shape is not None:
+                rank = len(value.shape)
+            pads = self._all_pads(value, self._operand(pads, None), self._operand(axes, None), rank)
+        padded: ir.Value = self._record("Pad", value, pads, constant, mode=mode)
+        return padded
+
+    def _all_pads(self, value: ir.Value, pads: Any, axes: Any, rank: int | None) -> ir.Value:
+        """The pads of all axes, from those of some."""
+        known = ir.convenience.get_const_tensor(axes)
+        if known is None or rank is None or axes.is_graph_input():
+            axes = self.Cast(axes, to=ir.DataType.INT64)
+            count = self.Shape(self.Shape(value)) if rank is None else self.constant(np.array([rank]))
+            axes = self.Where(self.Less(axes, 0), self.Add(axes, count), axes)
+            places = self.Concat(axes, self.Add(axes, count), axis=0)
+            zeros = self.Expand(0, self.Mul(count, 2))
+            scattered: ir.Value = self.ScatterElements(zeros, places, pads, axis=0)
+            return scattered
+        order = [int(axis) % rank for axis in known.numpy()]
+        given = ir.convenience.get_const_tensor(pads)
+        if given is not None and not pads.is_graph_input():
+            full = np.zeros((2, rank), np.int64)
+            full[:, order] = given.numpy().reshape(2, -1)
+            return self.constant(full.reshape(-1))
+        # The last element is the 0 of all other axes.
+        places = np.full((2, rank), 2 * len(order))
+        places[:, order] = np.arange(2 * len(order)).reshape(2, -1)
+        gathered: ir.Value = self.Gather(self.Concat(pads, [0], axis=0), places.reshape(-1))
+        return gathered
+
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:

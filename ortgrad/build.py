@@ -24,6 +24,7 @@ from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.inference import infer_types
 from ortgrad.passes.inline import inline
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.protos import read, write
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
 from ortgrad.resolve import decides_shapes, find_outputs, find_targets, values_by_name
@@ -66,6 +67,8 @@ def _plan(
     except ValueError as error:
         raise ModelError("the nodes of the model form a cycle") from error
     declared = infer_proven_shapes(model)
+    if pad_all_axes(model):
+        infer_types(model)
     outputs = find_outputs(graph, of)
     targets = find_targets(model, wrt, source, outputs)
     # With a default, so that a training loop can feed new values; from now on nobody takes it for a constant.
