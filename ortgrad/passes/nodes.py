@@ -44,8 +44,6 @@ def put_in_place(
     nodes = [*made, *op.nodes]
     # What a node's rule recorded beside it may have the same prefix.
     name_nodes(nodes, taken)
-    for i, new_node in enumerate(nodes):
-        new_node.name = f"{node.name}/{new_node.op_type}_{i}"
     ir.convenience.replace_nodes_and_values(
         graph, node, [node], nodes, [old for old, _ in pairs], [new for _, new in pairs]
     )
