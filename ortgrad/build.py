@@ -57,9 +57,7 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
     )
     for value in outputs:
         if value.dtype not in FLOAT_TYPES:
-            raise ModelError(
-                f"output {value.name!r} has element type {_type_name(value)}, which has no gradient"
-            )
+            raise ModelError(f"output {value.name!r} {_without_gradient(value)}")
     try:
         graph.sort()
     except ValueError as error:
@@ -105,7 +103,7 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     RemoveUnusedOpsetsPass()(model)
     complete(model)
     attach(model)
-    return write(model)
+    return write(model, source)
 
 
 def _values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
@@ -132,6 +130,15 @@ def _target(values: dict[str, ir.Value], name: str) -> ir.Value:
 
 def _type_name(value: ir.Value) -> str:
     return "unknown" if value.dtype is None else value.dtype.name.lower()
+
+
+def _without_gradient(value: ir.Value) -> str:
+    producer = value.producer()
+    if value.dtype is not None or producer is None:
+        return f"has element type {_type_name(value)}, which has no gradient"
+    made_of = [v.name for v in producer.inputs if v is not None and v.dtype in FLOAT_TYPES]
+    advice = f"; differentiate what {producer.op_type} makes it of: {made_of[0]!r}" if made_of else ""
+    return f"is not known to be a tensor of numbers, so it has no gradient{advice}"
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from onnx_ir.passes.common import InlinePass
 
 from ortgrad.bodies import MINIMUM_OPSET
 from ortgrad.errors import ModelError
-from ortgrad.passes.inference import infer_types, to_proto
+from ortgrad.passes.inference import from_proto, infer_types, to_proto
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
 from ortgrad.schemas import schemas_known
 
@@ -30,7 +30,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
             f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
             f"cannot convert it: {error}"
         ) from error
-    model = ir.from_proto(converted)
+    model = from_proto(converted)
     restore_scans(model, scans)
     for node in model.graph.all_nodes():
         rounding = roundings.get(node.outputs[0].name or "")
