@@ -16,6 +16,7 @@ from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
 from ortgrad.models import check_names
 from ortgrad.names import free_name, name_nodes, taken_names
+from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
@@ -44,6 +45,7 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
     model = inline(read(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
+    drop_empty_inputs(model)
     expand_gradient_operator(model)
     graph = model.graph
     infer_types(model)
