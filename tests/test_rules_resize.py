@@ -338,7 +338,7 @@ def test_affine_grid(size: tuple[int, ...], align: int, constant: bool) -> None:
 # Exporters write empty tensors for what does not count
 
 
-@pytest.mark.parametrize("opset", [11, 12, 13, 17, 18, 19, 21])
+@pytest.mark.parametrize("opset", [11, 13, 18, 21])
 @pytest.mark.parametrize("initializers", [True, False], ids=["initializers", "constants"])
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_empty_roi_scales_and_sizes(mode: str, initializers: bool, opset: int) -> None:
@@ -371,10 +371,8 @@ def test_empty_roi_scales_and_sizes(mode: str, initializers: bool, opset: int) -
         # An initializer in `wrt` can be fed, and is no constant from then on.
         wrt = ["x", *(name for name in arrays if initializers and not arrays[name].size)]
         built = ortgrad.build_gradient_model(model, wrt=wrt)
-        for kernels in ("python", "onnx", "auto"):
-            session = ortgrad.InferenceSession(built, kernels=kernels)
-            found, dx, *rest = session.run(None, {"x": x, "y_grad": dy})
-            np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
-            (moved,) = forward.run(None, {"x": direction})
-            np.testing.assert_allclose(np.sum(dx * direction), np.sum(moved * dy), rtol=1e-4, atol=1e-4)
-            assert all(grad.shape == (0,) for grad in rest)
+        found, dx, *rest = ortgrad.InferenceSession(built).run(None, {"x": x, "y_grad": dy})
+        np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+        (moved,) = forward.run(None, {"x": direction})
+        np.testing.assert_allclose(np.sum(dx * direction), np.sum(moved * dy), rtol=1e-4, atol=1e-4)
+        assert all(grad.shape == (0,) for grad in rest)
