@@ -68,7 +68,7 @@ class Ops(ir.tape.Tape):
         gradient = _declared(op_type, _domain)
         domain = gradient.domain if gradient else _domain
         outputs = self.add(op_type, inputs, attributes, outputs=_outputs, domain=domain)
-        elements = self._element_types(op_type, gradient, inputs, attributes)
+        elements = self._element_types(op_type, gradient, inputs, attributes, _outputs)
         for output, element in zip(outputs, elements, strict=False):
             if element is not None:
                 output.type = ir.TensorType(element)
@@ -213,9 +213,14 @@ class Ops(ir.tape.Tape):
         gradient: Operator | None,
         inputs: Sequence[ir.Value | None],
         attributes: dict[str, Any],
+        count: int,
     ) -> Sequence[ir.DataType | None]:
         if op_type == "Cast":
             return [ir.DataType(attributes["to"])]
+        body = attributes.get("body")
+        if isinstance(body, ir.Graph):
+            # Of Loop and Scan; what the other outputs of a Loop's body follow is its condition.
+            return [value.dtype for value in body.outputs[-count:]]
         if gradient is not None:
             types = [slot.type for slot in gradient.inputs]
             return [
@@ -225,7 +230,7 @@ class Ops(ir.tape.Tape):
         return [
             # DataType is an int too.
             element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)
-            for element in _output_types(op_type, self.opset)
+            for element in _output_types(op_type, self.opset, count)
         ]
 
 
@@ -243,7 +248,7 @@ def _dtype(inputs: Sequence[ir.Value | None], index: int) -> ir.DataType | None:
 
 
 @functools.cache
-def _output_types(op_type: str, opset: int) -> Sequence[ir.DataType | int | None]:
+def _output_types(op_type: str, opset: int, count: int) -> Sequence[ir.DataType | int | None]:
     """For each output of a standard operator: its element type, the input it shares it with, or None."""
     if not onnx.defs.has(op_type, opset):
         return []
@@ -258,7 +263,11 @@ def _output_types(op_type: str, opset: int) -> Sequence[ir.DataType | int | None
     for constraint in schema.type_constraints:
         if len(constraint.allowed_type_strs) == 1:
             fixed[constraint.type_param_str] = fixed.get(constraint.allowed_type_strs[0])
-    return [sources.get(p.type_str, fixed.get(p.type_str)) for p in schema.outputs]
+    found = [sources.get(p.type_str, fixed.get(p.type_str)) for p in schema.outputs]
+    last = schema.outputs[-1]
+    if last.option == onnx.defs.OpSchema.FormalParameterOption.Variadic and last.is_homogeneous:
+        found += found[-1:] * (count - len(found))
+    return found
 
 
 def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:

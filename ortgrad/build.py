@@ -16,6 +16,7 @@ from ortgrad.errors import ModelError, NodeError, UnsupportedGradientError
 from ortgrad.metadata import describe_build
 from ortgrad.models import check_names
 from ortgrad.names import Names
+from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
@@ -60,6 +61,7 @@ def _plan(
     model = inline(read(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)
+    drop_empty_inputs(model)
     expand_gradient_operator(model)
     graph = model.graph
     try:
@@ -107,13 +109,13 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     """`build_gradient_model` for a ModelProto."""
     planned = plan(source, wrt, of)
     try:
-        return _assemble(planned)
+        return _assemble(planned, source)
     except NodeError:
         # The body of an operator needs a rank that nothing proves.
-        return _assemble(_plan(source, wrt, of, trusting=True))
+        return _assemble(_plan(source, wrt, of, trusting=True), source)
 
 
-def _assemble(planned: Plan) -> onnx.ModelProto:
+def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
     """Put what the backward pass recorded into the model."""
     model, backward, targets = planned.model, planned.backward, planned.targets
     graph, op = model.graph, backward.op
@@ -140,7 +142,7 @@ def _assemble(planned: Plan) -> onnx.ModelProto:
     planned.declared.restore_borders()
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
     model.metadata_props.update(describe_build(*names))
-    return write(model)
+    return write(model, source)
 
 
 def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> onnx.ModelProto:
@@ -151,7 +153,7 @@ def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> o
     values = values_by_name(model.graph)
     outputs = set(model.graph.outputs)
     model.graph.outputs.extend(values[name] for name in of if values[name] not in outputs)
-    return write(model)
+    return write(model, source)
 
 
 def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:

@@ -76,7 +76,7 @@ def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
     plain = read(model)
     if any(_possible(function.node) for function in model.functions):
         plain = inline(plain, lambda _: True)
-    return write(at_minimum_opset(plain))
+    return write(at_minimum_opset(plain), model)
 
 
 def _possible(nodes: Iterable[onnx.NodeProto]) -> bool:

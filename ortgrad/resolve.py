@@ -213,9 +213,17 @@ def _made_feedable(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
 def _require_float(argument: str, value: ir.Value) -> None:
     # The type of what an unknown operator puts out may be unknown too; a seed needs one.
     allowed = FLOAT_TYPES if argument == "of" else {*FLOAT_TYPES, None}
-    if value.dtype not in allowed:
+    if value.dtype in allowed:
+        return
+    producer = value.producer()
+    if value.dtype is not None or producer is None:
         type_ = "unknown" if value.dtype is None else value.dtype.name.lower()
         raise ModelError(f"{argument}={value.name!r} has element type {type_}, which has no gradient")
+    made_of = [v.name for v in producer.inputs if v is not None and v.dtype in FLOAT_TYPES]
+    advice = f"; differentiate what {producer.op_type} makes it of: {made_of[0]!r}" if made_of else ""
+    raise ModelError(
+        f"{argument}={value.name!r} is not known to be a tensor of numbers, so it has no gradient{advice}"
+    )
 
 
 def _where(name: str, graph: ir.Graph, names: Iterable[str]) -> str:

@@ -140,7 +140,7 @@ def test_a_seed_is_not_declared_as_the_file_declares_its_output() -> None:
 
 
 UNKNOWN_RANK = """<ir_version: 10, opset_import: ["" : 21]>
-    g (float[2, 6] x, int64[M] shape, float[6, 4] k) => (float[P, 4] y)
+    g (float[2, 6] x, int64[M] shape, float[1, 6, 4] k) => (float[Q, P, 4] y)
     { t = Reshape(x, shape) n = ReduceMean(t) s = Sub(t, n) y = MatMul(s, k) }"""
 
 
@@ -150,12 +150,12 @@ def test_a_declared_rank_counts_where_nothing_else_is_known() -> None:
     model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, ["P", 6]))
     built = ortgrad.build_gradient_model(model, wrt=["x", "k"])
     generator = np.random.default_rng(0)
-    x, k, seed = (generator.standard_normal(s).astype(np.float32) for s in ((2, 6), (6, 4), (2, 4)))
+    x, k, seed = (generator.standard_normal(s).astype(np.float32) for s in ((2, 6), (1, 6, 4), (1, 2, 4)))
     feeds = {"x": x, "k": k, "shape": np.array([2, 6]), "y_grad": seed}
     _, dx, dk = ortgrad.InferenceSession(built, quiet()).run(None, feeds)
-    flow = seed @ k.T
+    flow = seed[0] @ k[0].T
     np.testing.assert_allclose(dx, flow - flow.mean(), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(dk, (x - x.mean()).T @ seed, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(dk[0], (x - x.mean()).T @ seed[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("declared", [[6], ["A", "B", "C"]])
@@ -165,7 +165,7 @@ def test_a_declared_rank_that_is_wrong_is_an_error(declared: list[str | int]) ->
         ortgrad.build_gradient_model(model, wrt="x")
     model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, declared))
     built = ortgrad.build_gradient_model(model, wrt="x")
-    x, k, seed = (np.ones(shape, np.float32) for shape in ((2, 6), (6, 4), (2, 4)))
+    x, k, seed = (np.ones(shape, np.float32) for shape in ((2, 6), (1, 6, 4), (1, 2, 4)))
     feeds = {"x": x, "k": k, "shape": np.array([2, 6]), "y_grad": seed}
     for kernels in ("auto", "python", "onnx"):
         session = ortgrad.InferenceSession(built, quiet(), kernels=kernels)
@@ -178,7 +178,7 @@ def test_a_wrong_rank_that_no_rule_needs_is_none() -> None:
     model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, [2, 3, 4]))
     built = ortgrad.build_gradient_model(model, wrt="x")
     x = np.arange(12, dtype=np.float32).reshape(2, 6)
-    feeds = {"x": x, "k": np.ones((6, 4), np.float32), "shape": np.array([12]), "y_grad": x.reshape(12)}
+    feeds = {"x": x, "k": np.ones((1, 6, 4), np.float32), "shape": np.array([12]), "y_grad": x.reshape(12)}
     flow = 2 * (x - x.mean()) * x
     grad = ortgrad.InferenceSession(built, quiet()).run(["x_grad"], feeds)[0]
     np.testing.assert_allclose(grad, flow - flow.mean(), rtol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from rule_support import check_against_torch, check_rule, gradients, one_node
@@ -211,3 +212,25 @@ def test_dft_like_torch() -> None:
 
     inputs = [normal(6, 3, 1), np.array(8), np.array(0)]
     check_against_torch("DFT", rfft, inputs, {"onesided": 1}, opset=20, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (0, 3), (2, 4, 3), (2, 1, 4, 3)])
+def test_matmul_of_an_unknown_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        agraph (double[N] x, int64[R] s, double[3,2] w) => (double y) {
+            t = Reshape <allowzero = 1> (x, s)
+            y = MatMul(t, w)
+        }"""
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    generator = np.random.default_rng(0)
+    x, w = generator.standard_normal(int(np.prod(shape))), generator.standard_normal((3, 2))
+    built = ortgrad.build_gradient_model(model, wrt=["x", "w"])
+    seed = generator.standard_normal((*shape[:-1], 2))
+    feeds = {"x": x, "s": np.array(shape, np.int64), "w": w, "y_grad": seed}
+    _, dx, dw = ortgrad.InferenceSession(built).run(None, feeds)
+    tx, tw = torch.tensor(x, requires_grad=True), torch.tensor(w, requires_grad=True)
+    (tx.reshape(shape) @ tw).backward(torch.tensor(seed))
+    np.testing.assert_allclose(dx, tx.grad.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(dw, tw.grad.numpy(), rtol=1e-9, atol=1e-12)

@@ -333,3 +333,46 @@ def test_affine_grid(size: tuple[int, ...], align: int, constant: bool) -> None:
         return functional.affine_grid(theta, size, bool(align))
 
     check_against_torch("AffineGrid", forward, [theta, ints(*size)], attributes, **where)
+
+
+# Exporters write empty tensors for what does not count
+
+
+@pytest.mark.parametrize("opset", [11, 13, 18, 21])
+@pytest.mark.parametrize("initializers", [True, False], ids=["initializers", "constants"])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_empty_roi_scales_and_sizes(mode: str, initializers: bool, opset: int) -> None:
+    x = normal(1, 2, 4, 5)
+    empty = np.zeros(0, np.float32)
+    size, scale = ints(1, 2, 8, 7), floats(1, 1, 2, 1.5)
+    given = [
+        {"roi": roi, **rest}
+        for roi in (empty, floats(0, 0, 0, 0, 1, 1, 1, 1))
+        for rest in ({"scales": empty, "sizes": size}, {"scales": scale})
+    ]
+    for arrays in given:
+        node = helper.make_node("Resize", ["x", *arrays], ["y"], mode=mode)
+        graph = helper.make_graph(
+            [node],
+            "graph",
+            [helper.make_tensor_value_info("x", 1, ["N", 2, "H", "W"])],
+            [helper.make_tensor_value_info("y", 1, None)],
+        )
+        for name, array in arrays.items():
+            tensor = onnx.numpy_helper.from_array(array, name)
+            if initializers:
+                graph.initializer.append(tensor)
+            else:
+                graph.node.insert(0, helper.make_node("Constant", [], [name], value=tensor))
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+        forward = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        (y,) = forward.run(None, {"x": x})
+        dy, direction = normal(*y.shape, seed=1), normal(*x.shape, seed=2)
+        # An initializer in `wrt` can be fed, and is no constant from then on.
+        wrt = ["x", *(name for name in arrays if initializers and not arrays[name].size)]
+        built = ortgrad.build_gradient_model(model, wrt=wrt)
+        found, dx, *rest = ortgrad.InferenceSession(built).run(None, {"x": x, "y_grad": dy})
+        np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+        (moved,) = forward.run(None, {"x": direction})
+        np.testing.assert_allclose(np.sum(dx * direction), np.sum(moved * dy), rtol=1e-4, atol=1e-4)
+        assert all(grad.shape == (0,) for grad in rest)

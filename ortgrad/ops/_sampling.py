@@ -99,6 +99,8 @@ def sample(
     if padding == "zeros":
         inside = op.CastLike(op.Equal(places, taps), coordinates)
         weights, slopes = op.Mul(weights, inside), op.Mul(slopes, inside)
+    if x.dtype != coordinates.dtype:
+        weights, slopes = op.CastLike(weights, x), op.CastLike(slopes, x)
 
     def of_component(values: ir.Value, i: int) -> ir.Value:
         """(B, points, components, taps) with the taps of one component in an axis of their own."""

@@ -78,7 +78,7 @@ def _(node: Node) -> Slots:
     output_axes = node.attribute("scan_output_axes") or [0] * outputs
     output_directions = node.attribute("scan_output_directions") or [0] * outputs
     states = slice(0, count)
-    step = _Step(node, graph, node.inputs, states, states)
+    step = _Step(node, graph, node.inputs, states, states, ranked=True)
     body = step.body
 
     plain = [axis == direction == 0 for axis, direction in zip(output_axes, output_directions, strict=True)]
@@ -113,6 +113,13 @@ def _(node: Node) -> Slots:
     like = [*step.like, *(node.input(i) for i in step.scanned)]
     results = _emit(node.op, "Scan", operands, {k: v for k, v in attributes.items() if v}, like)
     grads = dict(zip(step.scanned, results[len(step.like) :], strict=True))
+    for i in step.flat_scanned:
+        if axes[i - count] != 0:
+            raise node.unsupported(
+                f"it scans {node.input(i).name!r}, whose number of dimensions is not known, along axis "
+                f"{axes[i - count]}"
+            )
+        grads[i] = node.op.Reshape(grads[i], node.op.Shape(node.input(i)), allowzero=1)
     return *step.finish(results), *(grads.get(i) for i in range(count, count + scanned))
 
 
@@ -186,13 +193,29 @@ class _Step:
     """One iteration backwards: which gradients go through it, and the body that computes them.
 
     States and scan outputs are known by their number, scan inputs by their place among the inputs.
-    `inputs` and `outputs` say where the states are among those of the body.
+    `inputs` and `outputs` say where the states are among those of the body. With `ranked`, all outputs of the
+    body must have a known rank, which onnxruntime wants of Scan: gradients of values without one are flat.
     """
 
-    def __init__(self, node: Node, graph: ir.Graph, operands: Slots, inputs: slice, outputs: slice) -> None:
+    def __init__(
+        self,
+        node: Node,
+        graph: ir.Graph,
+        operands: Slots,
+        inputs: slice,
+        outputs: slice,
+        *,
+        ranked: bool = False,
+    ) -> None:
+        import onnx_ir as ir
+
         self._node = node
         self.body = body = _Body(node, graph)
         self.states = body.inputs[inputs]
+        if ranked:
+            for value, result in zip(self.states, body.outputs[outputs], strict=True):
+                # A state keeps its shape, and its output has one.
+                value.shape = value.shape or result.shape
         fed = list(zip(body.inputs[inputs.start :], operands, strict=False))
         for value, operand in fed:
             if value.type is None and operand is not None:
@@ -219,10 +242,22 @@ class _Step:
         }
         self.scanned = [i for i, v in enumerate(body.inputs) if i >= inputs.stop and v in totals]
         op = body.op
+        self._flat = {value for value in self.sums if ranked and value.shape is None}
+        self.flat_scanned = [i for i in self.scanned if ranked and body.inputs[i].shape is None]
+        for value in (*self._flat, *(body.inputs[i] for i in self.flat_scanned)):
+            totals[value] = op.Reshape(totals[value], [-1])
+        for value in self._flat:
+            self.sums[value].shape = ir.Shape([None])
         after = [totals.get(v) or op.full_like(v, 0.0) for v in (self.states[i] for i in self.carried)]
         after += [op.Add(total, totals[value]) for value, total in self.sums.items()]
         after += [totals[body.inputs[i]] for i in self.scanned]
         body.close(after)
+        if ranked:
+            ranks = [*(self.states[i] for i in self.carried), *self.sums.values()]
+            ranks += [body.inputs[i] for i in self.scanned]
+            for output, value in zip(body.graph.outputs, ranks, strict=True):
+                rank = 1 if value.shape is None else len(value.shape)
+                output.type, output.shape = value.type, ir.Shape([None] * rank)
         self.pieces = {i: value for i, value in self.pieces.items() if value.uses()}
 
     @property
@@ -233,17 +268,22 @@ class _Step:
     @property
     def initial(self) -> list[ir.Value]:
         """What the backward node starts from."""
-        zeros = (self._node.op.full_like(value, 0.0) for value in self.sums)
+        op = self._node.op
+        zeros = [op.full_like(value, 0.0) for value in self.sums]
+        zeros = [op.Reshape(z, [-1]) if v in self._flat else z for v, z in zip(self.sums, zeros, strict=True)]
         return [*(self._node.grad(i) for i in self.carried), *zeros]
 
     @property
     def like(self) -> list[ir.Value]:
         """Values of the type and shape of what the backward node ends with."""
-        return [*(self.states[i] for i in self.carried), *self.sums]
+        return [*(self.states[i] for i in self.carried), *self.sums.values()]
 
     def finish(self, results: Sequence[ir.Value]) -> list[ir.Value | None]:
         """Hand over the sums; returns the gradients of the initial states."""
-        self._node.captured.update(zip(self.sums, results[len(self.carried) :], strict=False))
+        op = self._node.op
+        for value, total in zip(self.sums, results[len(self.carried) :], strict=False):
+            flat = value in self._flat
+            self._node.captured[value] = op.Reshape(total, op.Shape(value), allowzero=1) if flat else total
         grads = dict(zip(self.carried, results, strict=False))
         return [grads.get(i) for i in range(len(self.states))]
 
@@ -313,12 +353,14 @@ def _save(
     name = node.op.names.fresh(f"{value.name}/saved")
     keeper = ir.Node("", "Identity", [value], name=name)
     kept = keeper.outputs[0]
-    kept.name, kept.type, kept.shape = name, value.type, value.shape
+    # A state of a Scan keeps its shape, so its output may tell it.
+    shape = value.shape or (graph.outputs[i].shape if plain is not None else None)
+    kept.name, kept.type, kept.shape = name, value.type, shape
     graph.append(keeper)
     graph.outputs.append(kept)
     saved = node.output(len(graph.outputs) - 1 - states.start)
     saved.type = value.type
-    saved.shape = None if value.shape is None else ir.Shape([None, *value.shape])
+    saved.shape = None if shape is None else ir.Shape([None, *shape])
     return saved
 
 

@@ -22,6 +22,12 @@ _INT64, _DOUBLE = 7, 11  # TensorProto's numbers
 
 @gradient("MatMul")
 def _(node: Node) -> Slots:
+    op, a, b = node.op, node.input(0), node.input(1)
+    if a.shape is None and b.shape is not None and len(b.shape) == 2:
+        # Rows of any number of dimensions times a matrix.
+        rows, dy = op.Flatten(a, axis=-1), op.Flatten(node.grad(0), axis=-1)
+        da = op.Reshape(op.Gemm(dy, b, transB=1), op.Shape(a), allowzero=1)
+        return da, op.Gemm(rows, dy, transA=1)
     return _Product(node).grads(node.grad(0))
 
 

@@ -132,7 +132,8 @@ def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
     unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=_FLOAT)
     roi = None
     if same["coordinate_transformation_mode"] == "tf_crop_and_resize" and node.optional(1) is not None:
-        start, end = (op.Gather(node.input(1), [k]) for k in (number, len(axes) + number))
+        window = op.Cast(node.input(1), to=_FLOAT)
+        start, end = (op.Gather(window, [k]) for k in (number, len(axes) + number))
         roi = op.Concat(start, np.zeros(1, np.float32), end, np.ones(1, np.float32), axis=0)
         # Places outside of X give extrapolation_value, which does not depend on X.
         same["extrapolation_value"] = 0.0
@@ -211,7 +212,10 @@ def _(node: Node) -> Slots:
     dgrid = None
     if mode != "nearest" and node.wants(1):
         scale = op.Div(op.Sub(lengths, 1.0) if align else lengths, 2.0)
-        moved = op.Mul(samples.grad_of_coordinates(dy), scale)
+        by_coordinates = samples.grad_of_coordinates(dy)
+        if x.dtype != grid.dtype:
+            by_coordinates = op.CastLike(by_coordinates, grid)
+        moved = op.Mul(by_coordinates, scale)
         dgrid = op.Reshape(op.Where(finite, moved, 0.0), op.shape(grid), allowzero=1)
     dx = op.Transpose(samples.grad_of_rows(dy), perm=[0, 2, 1])
     return op.Reshape(dx, op.shape(x), allowzero=1), dgrid

@@ -29,6 +29,34 @@ def infer_types(model: ir.Model) -> None:
     _merge(model.graph, inferred.graph)
 
 
+def from_proto(source: onnx.ModelProto) -> ir.Model:
+    """The model in onnx-ir, without types that it cannot hold, such as the maps of ZipMap."""
+    if not all(is_known(value.type) for value in _values(source.graph)):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(source)
+        source = copy
+        for value in _values(source.graph):
+            if not is_known(value.type):
+                value.ClearField("type")
+    return ir.from_proto(source)
+
+
+def is_known(type_: onnx.TypeProto) -> bool:
+    """Whether onnx-ir can hold a type."""
+    kind = type_.WhichOneof("value")
+    if kind in ("sequence_type", "optional_type"):
+        return is_known(getattr(type_, kind).elem_type)
+    return kind in (None, "tensor_type", "sparse_tensor_type")
+
+
+def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    yield from (*graph.input, *graph.output, *graph.value_info)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _values(inner)
+
+
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """The model as onnx-ir writes it. Shapes of values without a type, which it cannot write, are dropped."""
     for graph in model.graphs():
@@ -69,7 +97,7 @@ def _without_weights(model: ir.Model) -> Iterator[None]:
 def _merge(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
     found = {info.name: info.type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
-        if value.name in found:
+        if value.name in found and is_known(found[value.name]):
             _apply(value, found[value.name])
     for node, proto in zip(graph, inferred.node, strict=True):
         inner = [g for a in proto.attribute for g in ([a.g] if a.HasField("g") else a.graphs)]

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import ModelError
-from ortgrad.passes.inference import to_proto
+from ortgrad.passes.inference import from_proto, to_proto
 from ortgrad.passes.schema_functions import unchanged
 from ortgrad.schemas import schemas_known
 
@@ -40,4 +40,4 @@ def _converted(model: ir.Model) -> ir.Model:
     """All functions inlined by onnx, which converts them to the model's opset on the way."""
     with schemas_known():
         typed = onnx.shape_inference.infer_shapes(to_proto(model))
-        return ir.from_proto(onnx.inliner.inline_local_functions(typed, convert_version=True))
+        return from_proto(onnx.inliner.inline_local_functions(typed, convert_version=True))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import onnx
 import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes.common import InlinePass
 
 from ortgrad.bodies import MINIMUM_OPSET
 from ortgrad.errors import ModelError
-from ortgrad.passes.inference import infer_types, to_proto
+from ortgrad.passes.inference import from_proto, infer_types, to_proto
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
 from ortgrad.schemas import schemas_known
+
+_HIDDEN = "ortgrad.unknown"
 
 
 def at_minimum_opset(model: ir.Model) -> ir.Model:
@@ -21,6 +24,9 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     # The converter would drop them.
     InlinePass()(model)
     roundings = _roundings(model) if version <= 10 else {}
+    if version < 13:
+        _flatten_hardmax(model)
+    hidden = _hide_unknown(model, version)
     try:
         scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
         with schemas_known():
@@ -30,8 +36,13 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
             f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
             f"cannot convert it: {error}"
         ) from error
-    model = ir.from_proto(converted)
+    model = from_proto(converted)
     restore_scans(model, scans)
+    if hidden:
+        for node in model.graph.all_nodes():
+            if node.domain == _HIDDEN:
+                node.domain = ""
+        del model.opset_imports[_HIDDEN]
     for node in model.graph.all_nodes():
         rounding = roundings.get(node.outputs[0].name or "")
         if node.op_type == "Resize" and rounding is not None:
@@ -40,6 +51,44 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
             node.attributes.add(ir.AttrString("nearest_mode", rounding))
     infer_types(model)
     return model
+
+
+def _hide_unknown(model: ir.Model, version: int) -> bool:
+    """Move nodes of onnxruntime's own that stand among ONNX's, which the converter refuses, out of its sight.
+
+    Such are SimplifiedLayerNormalization, and LayerNormalization before opset 17. They have one version.
+    """
+    unknown = [
+        node
+        for node in model.graph.all_nodes()
+        if node.domain == "" and not onnx.defs.has(node.op_type, version)
+    ]
+    for node in unknown:
+        node.domain = _HIDDEN
+        model.opset_imports[_HIDDEN] = 1
+    return bool(unknown)
+
+
+def _flatten_hardmax(model: ir.Model) -> None:
+    """Write Hardmax, which took X for a matrix once, in a way that means the same today.
+
+    The converter does so for Softmax and LogSoftmax, but leaves Hardmax as it is.
+    """
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Hardmax" or node.domain != "" or node.graph is None:
+            continue
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+        x, y = node.inputs[0], node.outputs[0]
+        shape = ir.node("Shape", [x])
+        flat = ir.node("Flatten", [x], {"axis": axis})
+        hard = ir.node("Hardmax", flat.outputs, {"axis": 1})
+        back = ir.node("Reshape", [hard.outputs[0], shape.outputs[0]])
+        for made in (shape, flat, hard, back):
+            made.outputs[0].name = f"{y.name}/{made.op_type}"
+        back.outputs[0].type, back.outputs[0].shape = y.type, y.shape
+        ir.convenience.replace_nodes_and_values(
+            node.graph, node, [node], [shape, flat, hard, back], [y], back.outputs
+        )
 
 
 def _roundings(model: ir.Model) -> dict[str, str]:

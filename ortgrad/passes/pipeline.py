@@ -37,7 +37,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     if bodies:
         infer_types(model)
         attach(model)
-    prepared = write(model)
+    prepared = write(model, source)
     # onnx-ir has no place for it.
     prepared.training_info.extend(source.training_info)
     return prepared

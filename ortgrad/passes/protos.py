@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from ortgrad.passes.inference import to_proto
+from ortgrad.passes.inference import from_proto, is_known, to_proto
 from ortgrad.registry import DOMAIN
 
 # Function overloads came with this version; the oldest onnxruntime that is supported reads it.
@@ -16,7 +16,7 @@ FIRST_WITH_CONSTANTS = 4
 
 def read(source: onnx.ModelProto) -> ir.Model:
     """The model in onnx-ir, in a current IR version. Weights are not copied."""
-    model = ir.from_proto(source)
+    model = from_proto(source)
     if model.ir_version < FIRST_WITH_CONSTANTS:
         for value in [value for value in model.graph.inputs if value.is_initializer()]:
             model.graph.inputs.remove(value)
@@ -24,8 +24,16 @@ def read(source: onnx.ModelProto) -> ir.Model:
     return model
 
 
-def write(model: ir.Model) -> onnx.ModelProto:
-    """The model as a ModelProto that loads with the op library registered as well as without it."""
+def write(model: ir.Model, source: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as a ModelProto that loads with the op library registered as well as without it.
+
+    `source` is what was read; types that onnx-ir knows nothing of are taken from there.
+    """
     # See imports_domain in ortgrad.models.
     model.opset_imports.setdefault(DOMAIN, 1)
-    return to_proto(model)
+    written = to_proto(model)
+    foreign = {v.name: v.type for v in (*source.graph.input, *source.graph.output) if not is_known(v.type)}
+    for value in (*written.graph.input, *written.graph.output):
+        if value.name in foreign:
+            value.type.CopyFrom(foreign[value.name])
+    return written
