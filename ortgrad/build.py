@@ -14,7 +14,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from ortgrad.backward import FLOAT_TYPES, BackwardPass, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
-from ortgrad.models import check_names
 from ortgrad.names import free_name, name_nodes, taken_names
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
@@ -40,7 +39,6 @@ class Plan:
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
     """Run the backward pass; what cannot be differentiated is in its `failures`."""
-    check_names(source.graph)
     model = inline(read(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ortgrad.differentiate import build_gradient_model, names_of
 from ortgrad.double import in_double
 from ortgrad.errors import ModelError, OrtgradError, WrongGradientError
-from ortgrad.models import ModelLike, load_model
+from ortgrad.models import ModelLike, load_model, one_line
 from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.schemas import schemas_known
 from ortgrad.session import InferenceSession
@@ -28,6 +30,7 @@ COARSE_TOLERANCE = 3e-2  # float16, or a forward pass in single precision
 # Steps relative to the size of the value, the most promising first.
 DOUBLE_STEPS = (1e-4, 1e-5, 1e-6, 1e-3, 1e-2)
 SINGLE_STEPS = (1e-2, 3e-3, 1e-3, 3e-2)
+LARGEST_INPUT = 1 << 30  # elements
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 ORT_ERRORS: tuple[type[Exception], ...] = tuple(
     e for e in vars(ort_state).values() if isinstance(e, type) and issubclass(e, Exception)
@@ -80,6 +83,18 @@ class GradientCheck:
         return "\n".join(lines)
 
 
+@contextmanager
+def _running() -> Iterator[None]:
+    """Have what onnxruntime says of a model that does not run be a ModelError."""
+    try:
+        yield
+    except OrtgradError:
+        raise
+    except FAILURES as error:
+        raise ModelError(f"the model does not run: {one_line(error)}") from error
+
+
+@_running()
 def check_gradients(
     model: ModelLike,
     feeds: Mapping[str, np.ndarray] | None = None,
@@ -455,6 +470,8 @@ def _draw(
         for dim in tensor.shape.dim:
             size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
             shape.append(dim.dim_value if dim.HasField("dim_value") else size)
+        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST_INPUT:
+            raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")
         if tensor.elem_type in FLOATS:
             drawn[value.name] = spread(generator, shape)
         elif tensor.elem_type == TensorProto.STRING:

@@ -15,7 +15,7 @@ import onnxruntime
 from ortgrad import dispatch, native
 from ortgrad.call import parse_call
 from ortgrad.errors import ModelError
-from ortgrad.models import ModelLike, imports_domain, load_model
+from ortgrad.models import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, all_operators, find_operator
 
@@ -100,9 +100,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 provider_options,
                 **kwargs,
             )
-        except Exception as error:
+        except onnxruntime_errors() as error:
             _explain(model, error)
-            raise
+            raise refused(error) from error
 
     def run(
         self,

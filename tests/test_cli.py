@@ -228,7 +228,7 @@ NOWHERE = os.path.join("no", "such", "folder", "out.onnx")
         (["check", "dangling_in_branch.onnx"], 2, "Neg node 'b' reads 'q'"),
         (["explain", "no_producer.onnx", "--wrt", "x"], 2, "the output 'z' is computed nowhere"),
         (["grad", "cycle.onnx", "-o", "out.onnx", "--wrt", "x"], 2, "form a cycle"),
-        (["check", "mismatch.onnx"], 2, "the model does not run"),
+        (["check", "mismatch.onnx"], 2, "onnxruntime does not load the model"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
