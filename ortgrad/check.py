@@ -417,6 +417,11 @@ def _complete_feeds(
     unknown = sorted(set(given) - {value.name for value in proto.graph.input})
     if unknown:
         raise ModelError(f"the model has no input {unknown[0]!r} to feed")
+    for value in proto.graph.input:
+        if value.name in given and value.type.tensor_type.elem_type in FLOATS:
+            dtype = given[value.name].dtype
+            if not (np.issubdtype(dtype, np.number) or dtype.name in ("bool", "bfloat16")):
+                raise ModelError(f"input {value.name!r} takes numbers, not {dtype}")
     defaults = {tensor.name for tensor in proto.graph.initializer}
     missing = [v for v in proto.graph.input if v.name not in given and v.name not in defaults]
     if not missing:
