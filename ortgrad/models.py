@@ -56,8 +56,9 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
     if external_data:
         try:
             onnx.load_external_data_for_model(proto, str(path.parent))
-        except (OSError, ValueError, onnx.checker.ValidationError) as error:
-            raise ModelError(f"cannot read the external data of {str(path)!r}: {error}") from error
+        except (OSError, ValueError, RuntimeError, onnx.checker.ValidationError) as error:
+            # RuntimeError is what onnx makes of an error of C++'s file system library.
+            raise ModelError(f"cannot read the external data of {str(path)!r}: {one_line(error)}") from error
     return _complete(proto)
 
 

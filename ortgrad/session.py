@@ -20,6 +20,7 @@ from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, all_operators, find_operator
 
 _REGISTERED = "ortgrad.registered"
+_NOT_CHOSEN, _ERRORS = -1, 3  # levels of logging
 _FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
 _IMPORT = onnx.OperatorSetIdProto(domain=DOMAIN, version=1)
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -31,10 +32,16 @@ def get_library_path() -> str:
 
 
 def register(options: onnxruntime.SessionOptions) -> None:
-    """Make the Python kernels available to sessions with these options. Twice is once."""
+    """Make the Python kernels available to sessions with these options. Twice is once.
+
+    If no `log_severity_level` was chosen for the options, it becomes 3 (errors): at its default level
+    onnxruntime warns of every weight that can be fed.
+    """
     if not isinstance(options, onnxruntime.SessionOptions):
         raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
     _register(options, all_operators())
+    if options.log_severity_level == _NOT_CHOSEN:
+        options.log_severity_level = _ERRORS
 
 
 def _register(options: onnxruntime.SessionOptions, operators: Iterable[Operator]) -> int:
@@ -76,11 +83,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels: Kernels = "auto",
         **kwargs: Any,
     ) -> None:
-        options = sess_options
-        if options is None:
-            options = onnxruntime.SessionOptions()
-            # At its default level onnxruntime warns of every weight that can be fed.
-            options.log_severity_level = 3
+        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        level = options.log_severity_level
         self._monitor = _Monitor(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
         model = load_model(path_or_bytes, external_data=False)
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
@@ -93,6 +97,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             # It makes a FusedMatMul of float64, for which it has no kernel.
             kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
         try:
+            if level == _NOT_CHOSEN:
+                # At its default level onnxruntime warns of every weight that can be fed.
+                options.log_severity_level = _ERRORS
             super().__init__(
                 _serialize(model),
                 options,
@@ -103,6 +110,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         except onnxruntime_errors() as error:
             _explain(model, error)
             raise refused(error) from error
+        finally:
+            options.log_severity_level = level
 
     def run(
         self,

@@ -92,6 +92,11 @@ def check_fields(model: onnx.ModelProto) -> None:
         fields = message.ListFields()
         if kind is AttributeProto:
             _check_attribute(message, fields, owner)
+        elif kind is onnx.TensorShapeProto.Dimension and message.dim_value > MOST_ELEMENTS:
+            raise ModelError(
+                f"a shape in the model{_in(owner)} has a dimension of {message.dim_value:,}; "
+                f"more than {MOST_ELEMENTS:,} are refused"
+            )
         for field, value in fields:
             if field.type == FieldDescriptor.TYPE_MESSAGE:
                 for inner in (value,) if isinstance(value, Message) else value:
@@ -442,7 +447,7 @@ def _inlined_sizes(functions: dict[Key, onnx.FunctionProto]) -> dict[Key, int]:
             waiting = [c for c in dict.fromkeys(calls[key]) if c in functions and c not in sizes]
             if waiting:
                 if waiting[0] in entered:
-                    raise ModelError(f"the function {_called(waiting[0])} calls itself")
+                    raise ModelError(f"the function {_called(waiting[0])} calls itself: it cannot be inlined")
                 entered.add(waiting[0])
                 path.append(waiting[0])
                 continue

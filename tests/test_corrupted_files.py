@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -89,6 +90,10 @@ WRONG = {
             m.graph.initializer[0].ClearField("raw_data"),
         ),
         "in another file, but not in which",
+    ),
+    "declared dimension": (
+        lambda m: setattr(m.graph.input[0].type.tensor_type.shape.dim[1], "dim_value", 2**62),
+        "has a dimension of 4,611,686,018,427,387,904",
     ),
     "a cycle": (lambda m: m.graph.node[0].input.__setitem__(0, "y"), "cycle|acyclic|sort"),
 }
@@ -347,3 +352,22 @@ def test_kernels_with_more_taps_than_can_be_written_out() -> None:
     }"""
     with pytest.raises(ortgrad.OrtgradError):
         ortgrad.build_gradient_model(_model(text), wrt=["x", "w"])
+
+
+def test_bounds_of_a_slice_that_are_no_vectors() -> None:
+    text = """(float[4] x) => (float[N] y) <int64 s = {0}, int64[1] e = {2}, int64[1] a = {0}> {
+        y = Slice(x, s, e, a)
+    }"""
+    with pytest.raises(ortgrad.OrtgradError, match="vectors of one length"):
+        ortgrad.build_gradient_model(_model(text), wrt="x")
+
+
+def test_external_data_under_a_name_that_no_file_has(tmp_path: Path) -> None:
+    model = _regression()
+    tensor = model.graph.initializer[0]
+    onnx.external_data_helper.set_external_data(tensor, "long" * 500, 0, len(tensor.raw_data))
+    tensor.ClearField("raw_data")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ortgrad.ModelError, match="cannot read the external data"):
+        ortgrad.build_gradient_model(path)

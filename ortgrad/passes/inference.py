@@ -34,7 +34,8 @@ def infer_types(model: ir.Model) -> None:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """The model as onnx-ir writes it. Shapes of values without a type, which it cannot write, are dropped."""
-    for graph in model.graphs():
+    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
+    for graph in (*model.graphs(), *bodies):
         for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
             if value.type is None:
                 value.shape = None
