@@ -2,7 +2,8 @@
 
 A file may come from anywhere and hold anything that protobuf parses: tensors without data, attributes of
 the wrong kind, functions that call each other for ever. What is wrong is said here, before it fails
-somewhere as something else. Only what onnxruntime refuses as well is refused.
+somewhere as something else. onnxruntime refuses nearly all of it as well; it takes text that is not UTF-8,
+imports of version 0 and dimensions without end where nothing uses them.
 """
 
 from __future__ import annotations

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from corruption import TEXTS, Worker, corrupted, is_allowed
 from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
 
 import ortgrad
+from ortgrad.backward import unbroadcast
+from ortgrad.bodies import Ops
 from ortgrad.explain import explain
 from ortgrad.models import judging
 
@@ -371,3 +374,23 @@ def test_external_data_under_a_name_that_no_file_has(tmp_path: Path) -> None:
     path.write_bytes(model.SerializeToString())
     with pytest.raises(ortgrad.ModelError, match="cannot read the external data"):
         ortgrad.build_gradient_model(path)
+
+
+def test_shapes_that_contradict_each_other() -> None:
+    matrix, vector = (ir.Value(name=n, shape=ir.Shape(s)) for n, s in (("matrix", [2, 3]), ("vector", [3])))
+    with pytest.raises(ortgrad.NodeError, match=r"'vector' of shape .* fewer axes than its input 'matrix'"):
+        unbroadcast(Ops(21), vector, matrix, vector)
+
+
+def test_long_axes_that_become_vectors() -> None:
+    text = """(float[1000000000] v, float[3] x) => (float y) {
+        s = Shape(v)
+        z = ConstantOfShape<value = int64[1] {1}>(s)
+        d = Add(z, z)
+        c = Cast<to = 1>(d)
+        a = ReduceSum<keepdims = 0>(c)
+        b = ReduceSum<keepdims = 0>(x)
+        y = Mul(a, b)
+    }"""
+    built = ortgrad.build_gradient_model(_model(text), wrt="x")
+    assert built.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1_000_000_000

@@ -1,4 +1,4 @@
-"""Keep the lengths of long integer vectors from onnx's shape inference.
+"""Keep the lengths of long integer vectors, and what they come from, from onnx's shape inference.
 
 It writes one dimension for every element of an integer vector of known length, in case that is a shape:
 minutes for some million elements, which a dozen bytes in a file can ask for.
@@ -15,39 +15,50 @@ from ortgrad.validate import SIZE_MAKERS, made_elements, small_constants, subgra
 
 # Longer than any shape, and short enough not to be noticed.
 LONGEST = 1 << 12
+# An axis of this length may become that of a vector, by way of Shape and Range.
+LONGEST_AXIS = 1 << 20
 _HIDDEN = "ortgrad.hidden"
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32)
 # How many numbers say the shape of a vector.
 _OF_VECTOR = {"ConstantOfShape": 1, "Expand": 1, "Reshape": 1, "Tile": 1, "Range": 1, "Pad": 2}
 
 
-def hide_lengths(model: onnx.ModelProto) -> dict[str, int]:
-    """Make the lengths unknown in the model; returns them by the names of the vectors."""
-    lengths: dict[str, int] = {}
+# Lengths by the names of values and by axes.
+Lengths = dict[str, dict[int, int]]
+
+
+def hide_lengths(model: onnx.ModelProto) -> Lengths:
+    """Make the lengths unknown in the model; returns them."""
+    lengths: Lengths = {}
     if _hide(model.graph, lengths):
         model.opset_import.add(domain=_HIDDEN, version=1)
     return lengths
 
 
-def restore_lengths(graph: onnx.GraphProto, lengths: dict[str, int]) -> None:
-    """Write the lengths into the types of a graph and its subgraphs."""
+def restore_lengths(graph: onnx.GraphProto, lengths: Lengths) -> None:
+    """Write the lengths into the types of a graph and its subgraphs, where inference found no others."""
     if not lengths:
         return
     for value in (*graph.input, *graph.value_info, *graph.output):
-        if value.name in lengths and _is_vector(value):
-            value.type.tensor_type.shape.dim[0].dim_value = lengths[value.name]
+        dims = value.type.tensor_type.shape.dim
+        for axis, length in lengths.get(value.name, {}).items():
+            if axis < len(dims) and dims[axis].WhichOneof("value") is None:
+                dims[axis].dim_value = length
     for node in graph.node:
         for inner in subgraphs(node):
             restore_lengths(inner, lengths)
 
 
-def _hide(graph: onnx.GraphProto, lengths: dict[str, int]) -> bool:
+def _hide(graph: onnx.GraphProto, lengths: Lengths) -> bool:
     """Returns whether nodes were hidden."""
     for value in (*graph.input, *graph.value_info, *graph.output):
-        if _is_vector(value) and value.type.tensor_type.shape.dim[0].dim_value > LONGEST:
-            dim = value.type.tensor_type.shape.dim[0]
-            lengths[value.name] = dim.dim_value
-            dim.ClearField("dim_value")
+        longest = LONGEST if _is_vector(value) else LONGEST_AXIS
+        if value.type.WhichOneof("value") != "tensor_type":
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value > longest:
+                lengths.setdefault(value.name, {})[axis] = dim.dim_value
+                dim.ClearField("dim_value")
     hidden = False
     makers = [n for n in graph.node if n.op_type in _OF_VECTOR and n.domain in ("", "ai.onnx")]
     constants = small_constants(graph) if makers else {}
@@ -59,7 +70,7 @@ def _hide(graph: onnx.GraphProto, lengths: dict[str, int]) -> bool:
         vector = len(constants.get(operand, ())) == _OF_VECTOR[node.op_type]
         if count is not None and count > LONGEST and vector and element in _INTEGERS:
             if node.op_type not in ("Tile", "Pad"):
-                lengths[node.output[0]] = math.ceil(count)
+                lengths[node.output[0]] = {0: math.ceil(count)}
             shape = [None] if node.op_type != "Expand" else None
             graph.value_info.append(onnx.helper.make_tensor_value_info(node.output[0], element, shape))
             node.domain, hidden = _HIDDEN, True
