@@ -191,6 +191,11 @@ def unbroadcast(op: Ops, grad: ir.Value, value: ir.Value, output: ir.Value) -> i
     if source is None or target is None:
         return _unbroadcast_at_run_time(op, grad, value)
     lead = len(target) - len(source)
+    if lead < 0:
+        raise NodeError(
+            f"its output {output.name!r} of shape {target} has fewer axes than its input {value.name!r} of "
+            f"shape {source}; the shapes that the model declares contradict each other"
+        )
     axes = list(range(lead))
     for i, dim in enumerate(source):
         other = target[lead + i]

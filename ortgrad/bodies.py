@@ -61,6 +61,9 @@ class Ops(ir.tape.Tape):
     ) -> Any:
         like = next((o for o in operands if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
         inputs = [self._operand(o, like) for o in operands]
+        if op_type == "CastLike" and inputs[1] is not None and inputs[1].dtype is not None:
+            # onnxruntime has no kernel for it, and warns where it would fold constants.
+            return self._record("Cast", inputs[0], to=int(inputs[1].dtype))
         attributes = {k: v for k, v in attributes.items() if v is not None}
         key = (op_type, _domain, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
         if key in self._recorded:
@@ -311,6 +314,10 @@ def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> 
     for node in function:
         for output in node.outputs:
             output.type = output.shape = None
+    for inner in function.graph.subgraphs():
+        for value in (*inner.inputs, *(value for node in inner for value in node.outputs)):
+            if value.type is None:
+                value.shape = None  # onnx-ir would warn that it cannot write it
     digest = hashlib.sha256(ir.to_proto(function).SerializeToString(deterministic=True)).hexdigest()
     function.overload = digest[:12]
     return function

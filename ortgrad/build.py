@@ -14,7 +14,6 @@ from ortgrad.backward import BackwardPass, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import ModelError, NodeError, UnsupportedGradientError
 from ortgrad.metadata import describe_build
-from ortgrad.models import check_names
 from ortgrad.names import Names
 from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.attach import attach, is_body
@@ -57,7 +56,6 @@ def _plan(
     source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
 ) -> Plan:
     """`plan`, where ranks that the file declares count or do not count."""
-    check_names(source.graph)
     model = inline(read(source), lambda function: not is_body(function))
     complete(model)
     model = at_minimum_opset(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from ortgrad.forward import (
     Forward,
     make_forward,
     numpy_type,
-    one_line,
     quiet,
     rounded_otherwise,
     size_of,
@@ -36,7 +36,7 @@ from ortgrad.forward import (
     values_of,
 )
 from ortgrad.metadata import names_in
-from ortgrad.models import ModelLike, load_model
+from ortgrad.models import ModelLike, load_model, one_line
 from ortgrad.prepare import Kernels
 from ortgrad.randomness import describe, training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.registry import find_operator
@@ -53,6 +53,7 @@ NOISE_RUNS = 3
 SAFETY = 5.0
 POINTS = 4  # that are tried until one is smooth: the given one, and others beside it
 PATIENCE = 10.0  # seconds for all directions; where they would take longer, there is one for each gradient
+LARGEST_INPUT = 1 << 30  # elements that are drawn
 # Inputs of gradient operators that are settings; those of standard operators are in their schemas.
 SETTINGS = {"ratio", "roi", "scales"}
 
@@ -545,10 +546,15 @@ def _complete_feeds(
     generator: np.random.Generator,
 ) -> Arrays:
     """The feeds with random ones for what is left out, such that the model runs and stays finite."""
-    given = typed(proto, feeds)
     unknown = sorted(set(feeds) - {value.name for value in proto.graph.input})
     if unknown:
         raise ModelError(f"the model has no input {unknown[0]!r} to feed")
+    for value in proto.graph.input:
+        if value.name in feeds and value.type.tensor_type.elem_type in FLOATS:
+            dtype = np.asarray(feeds[value.name]).dtype
+            if not (np.issubdtype(dtype, np.number) or dtype.name in ("bool", "bfloat16")):
+                raise ModelError(f"input {value.name!r} takes numbers, not {dtype}")
+    given = typed(proto, feeds)
     defaults = {tensor.name for tensor in proto.graph.initializer}
     missing = [v for v in proto.graph.input if v.name not in given and v.name not in defaults]
     if not missing:
@@ -609,6 +615,8 @@ def _draw(
         for dim in tensor.shape.dim:
             size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
             shape.append(dim.dim_value if dim.HasField("dim_value") else size)
+        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST_INPUT:
+            raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")
         if tensor.elem_type in FLOATS:
             drawn[value.name] = spread(generator, shape)
         elif tensor.elem_type == TensorProto.STRING:

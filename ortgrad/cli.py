@@ -1,26 +1,34 @@
-"""The command line.
-
-Exit codes: 0 all is well; 1 gradients are wrong, or nodes cannot be differentiated; 2 it could not be
-done (one line on stderr says why); 130 interrupted.
-"""
+"""The command line. What its exit codes mean is in EXIT_CODES, which `ortgrad --help` shows."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ortgrad import __version__
-from ortgrad.errors import ModelError, OrtgradError, UnsupportedGradientError
+from ortgrad.errors import ModelError, OrtgradError, UnsupportedGradientError, WrongGradientError
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
 
 # protobuf cannot write more than 2 GB; some room is left for the graph itself.
+WRONG, FAILED, UNSUPPORTED, BUG, INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_CODES = """exit codes:
+  0    all is well
+  1    gradients are wrong: `check` or `demo` found that they disagree with differences; nothing else gives 1
+  2    it could not be done: wrong usage, a file that is no valid model, a file that cannot be read or
+       written, a model that does not run (stderr says what)
+  3    nodes of the model cannot be differentiated (`explain` lists them, the others do on stderr)
+  4    an error of ortgrad's own, with a traceback: please report it
+  130  interrupted
+"""
+
 LARGEST_FILE = (1 << 31) - (1 << 26)
 SMALLEST_EXTERNAL_TENSOR = 1024
 VALUES = "inputs, initializers or intermediate values, or patterns such as 'layer4.*'"
@@ -33,26 +41,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has enough; Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UnsupportedGradientError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), UNSUPPORTED)
+    except WrongGradientError as error:
+        return _fail(str(error), WRONG)
     except (OrtgradError, OSError) as error:
         return _fail(str(error))
+    except MemoryError as error:
+        return _fail(f"there is not enough memory: {error}")
+    except Exception:
+        # Python itself would exit with 1, which scripts take for wrong gradients.
+        traceback.print_exc()
+        return BUG
     return code
 
 
-def _fail(message: str, code: int = 2) -> int:
+def _fail(message: str, code: int = FAILED) -> int:
     print(f"ortgrad: {message}", file=sys.stderr)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ortgrad", description="Gradients for the onnxruntime you already have."
+        prog="ortgrad",
+        description="Gradients for the onnxruntime you already have.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ortgrad {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -104,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="show what each node of a model becomes",
         description="List the nodes of a model: the operators that compute their gradients, or why there are "
-        "none. The exit code is 1 if one cannot be differentiated.",
+        "none. The exit code is 3 if one cannot be differentiated.",
     )
     _add_model(explain)
     _add_names(
@@ -202,7 +221,7 @@ def _check(arguments: argparse.Namespace) -> int:
     print(result)
     if not result.judged:
         return _fail("nothing could be judged; give other values with --feeds")
-    return 0 if result.ok else 1
+    return 0 if result.ok else WRONG
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -217,7 +236,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         print(f"{item.node:<{names}}  {item.operator:<{operators}}  {becomes}")
     missing = sum(not item.supported for item in found)
     if missing:
-        return _fail(f"{missing} node(s) cannot be differentiated", 1)
+        return _fail(f"{missing} node(s) cannot be differentiated", UNSUPPORTED)
     return 0
 
 
@@ -231,7 +250,7 @@ def _ops(arguments: argparse.Namespace) -> int:
     differentiable = sorted(name for name, rule in rules.items() if text in name.lower() and rule.function)
     constant = sorted(name for name, rule in rules.items() if text in name.lower() and not rule.function)
     if not (operators or differentiable or constant):
-        return _fail(f"there is no gradient operator or rule with {arguments.filter!r} in its name", 1)
+        return _fail(f"there is no gradient operator or rule with {arguments.filter!r} in its name")
     if operators:
         print("Gradient operators:")
         for operator in sorted(operators, key=lambda o: o.name):
@@ -263,17 +282,22 @@ def _feeds(path: str | None) -> dict[str, np.ndarray] | None:
     if path is None:
         return None
     import zipfile
+    import zlib
 
     import numpy as np
 
-    try:
-        loaded = np.load(path)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ModelError(f"there are no arrays in {path!r}: write it with numpy.savez") from error
-    if isinstance(loaded, np.ndarray):
+    # Opened here: numpy leaves files open that it cannot read.
+    with open(path, "rb") as file:
+        try:
+            loaded = np.load(file)
+            arrays = None if isinstance(loaded, np.ndarray) else dict(loaded)
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ModelError(
+                f"there are no arrays to be read in {path!r} ({error}): write it with numpy.savez"
+            ) from error
+    if arrays is None:
         raise ModelError(f"{path!r} holds a single array: write inputs by name with numpy.savez")
-    with loaded:
-        return dict(loaded)
+    return arrays
 
 
 def _output_path(name: str) -> Path:

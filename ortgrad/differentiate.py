@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx
 
-from ortgrad.models import ModelLike, load_model
+from ortgrad.models import ModelLike, judging, load_model
 
 
 def build_gradient_model(
@@ -30,7 +30,9 @@ def build_gradient_model(
     """
     from ortgrad.build import build  # onnx-ir takes a while to import
 
-    return build(load_model(model), names_of(wrt), names_of(of))
+    proto = load_model(model)
+    with judging(proto):
+        return build(proto, names_of(wrt), names_of(of))
 
 
 def names_of(names: str | Sequence[str] | None) -> list[str] | None:

@@ -12,7 +12,7 @@ class ModelError(OrtgradError, ValueError):
 
 
 class NodeError(ModelError):
-    """A gradient node is wrong: unknown attribute, missing input, unknown rank or type."""
+    """A node is wrong: unknown or missing attribute, missing input, unknown rank or type."""
 
 
 class NameNotFoundError(ModelError, KeyError):

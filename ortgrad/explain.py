@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortgrad.build import plan
 from ortgrad.differentiate import names_of
 from ortgrad.gradient import find_rule
-from ortgrad.models import ModelLike, load_model
+from ortgrad.models import ModelLike, judging, load_model
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ def explain(
     proto = load_model(model)
     # A rule may put a training operator in the place of its node.
     written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
-    planned = plan(proto, names_of(wrt), names_of(of))
+    with judging(proto):
+        planned = plan(proto, names_of(wrt), names_of(of))
     backward = planned.backward
     recorded = dict(backward.visits)
     failed = {failure.node: failure.reason for failure in backward.failures}

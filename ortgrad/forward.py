@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-import onnxruntime.capi.onnxruntime_pybind11_state as ort_state
 from onnx import TensorProto, helper, numpy_helper
 
 from ortgrad.double import in_double
 from ortgrad.errors import ModelError, OrtgradError
+from ortgrad.models import one_line, onnxruntime_errors
 from ortgrad.prepare import prepare_loaded
 from ortgrad.session import InferenceSession
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-ORT_ERRORS: tuple[type[Exception], ...] = tuple(
-    e for e in vars(ort_state).values() if isinstance(e, type) and issubclass(e, Exception)
-)
+ORT_ERRORS = onnxruntime_errors()
 # Steps relative to the size of a value. Those of a forward pass in single precision must be large.
 DOUBLE_STEPS = tuple(1e-2 / 4.0**k for k in range(10))
 SINGLE_STEPS = tuple(1e-1 / 4.0**k for k in range(6))
@@ -153,11 +151,6 @@ def values_of(proto: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Ar
         return dict(zip(names, session.run(None, typed(model, feeds)), strict=True))
     except ORT_ERRORS as error:
         raise ModelError(f"the model does not run: {one_line(error)}") from error
-
-
-def one_line(error: Exception) -> str:
-    """The text of an error without its line breaks."""
-    return " ".join(str(error).split())
 
 
 def _onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:

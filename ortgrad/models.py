@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
+from onnx import numpy_helper
 
-from ortgrad.call import EMPTY_PREFIX
-from ortgrad.errors import ModelError
+from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.registry import DOMAIN
+from ortgrad.validate import all_nodes, check_fields, check_graphs, subgraphs
 
 # The versions of domains that a model does not import; onnxruntime takes the newest it knows.
 ASSUMED_VERSIONS = {"": 23, "ai.onnx.ml": onnx.defs.onnx_ml_opset_version()}
+
+LARGEST_MESSAGE = (1 << 31) - 1  # bytes that protobuf writes
+# What onnx's checker, shape inference and version converter raise for a model that they do not like.
+ONNX_ERRORS: tuple[type[Exception], ...] = (
+    onnx.checker.ValidationError,
+    onnx.shape_inference.InferenceError,
+    onnx.version_converter.ConvertError,
+    RuntimeError,
+    IndexError,
+    ValueError,
+)
 
 ModelLike: TypeAlias = "onnx.ModelProto | bytes | str | os.PathLike[str]"
 
@@ -26,9 +42,9 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
     It is the caller's own object if that is one already.
     """
     if isinstance(model, onnx.ModelProto):
-        return _with_imports(_checked(model, "the ModelProto"))
+        return _complete(_checked(model, "the ModelProto"))
     if isinstance(model, bytes):
-        return _with_imports(_checked(_parse(model, "the bytes"), "the bytes"))
+        return _complete(_checked(_parse(model, "the bytes"), "the bytes"))
     if not isinstance(model, (str, os.PathLike)):
         raise ModelError(f"a model is an onnx.ModelProto, bytes or a path, not {type(model).__name__}")
     path = Path(model)
@@ -40,9 +56,10 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
     if external_data:
         try:
             onnx.load_external_data_for_model(proto, str(path.parent))
-        except (OSError, ValueError, onnx.checker.ValidationError) as error:
-            raise ModelError(f"cannot read the external data of {str(path)!r}: {error}") from error
-    return _with_imports(proto)
+        except (OSError, ValueError, RuntimeError, onnx.checker.ValidationError) as error:
+            # RuntimeError is what onnx makes of an error of C++'s file system library.
+            raise ModelError(f"cannot read the external data of {str(path)!r}: {one_line(error)}") from error
+    return _complete(proto)
 
 
 def imports_domain(model: onnx.ModelProto) -> bool:
@@ -62,36 +79,120 @@ def with_import(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def check_names(graph: onnx.GraphProto, outer: frozenset[str] = frozenset()) -> None:
-    """Raise ModelError if a node or output of the graph reads a value that nothing computes."""
-    known = {value.name for value in (*graph.input, *graph.initializer)} | outer
-    known.update(tensor.values.name for tensor in graph.sparse_initializer)
-    known.update(name for node in graph.node for name in node.output)
-    for node in graph.node:
-        for name in node.input:
-            if name and name not in known and not name.startswith(EMPTY_PREFIX):
-                where = node.name or next(iter(node.output), "")
-                raise ModelError(
-                    f"{node.op_type} node {where!r} reads {name!r}, which is nowhere in the model"
-                )
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                check_names(inner, frozenset(known))
-    for value in graph.output:
-        if value.name not in known:
-            raise ModelError(f"the output {value.name!r} is computed nowhere in the model")
+@contextmanager
+def judging(model: onnx.ModelProto) -> Iterator[None]:
+    """Say what is wrong with the model where working on it fails in an unforeseen way.
+
+    What an invalid model makes of the code behind this cannot all be foreseen, so the model is judged by
+    onnx, and by onnxruntime if it is one for it. If they find nothing, the exception is passed on: that is
+    an error of ours, or of a rule from elsewhere.
+    """
+    try:
+        yield
+    except (OrtgradError, MemoryError):
+        raise
+    except Exception as error:
+        complaint = _complaint(model)
+        if complaint is None:
+            raise
+        raise ModelError(
+            f"the model is not valid: {complaint} (found after {type(error).__name__}: {one_line(error)})"
+        ) from error
+
+
+def _complaint(model: onnx.ModelProto) -> str | None:
+    """What onnx or onnxruntime has against the model; None if nothing, or if it is too large to be asked."""
+    from ortgrad.schemas import schemas_known
+
+    if model.ByteSize() >= LARGEST_MESSAGE:
+        return None
+    try:
+        with schemas_known():
+            onnx.checker.check_model(model)
+            onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except ONNX_ERRORS as error:
+        return one_line(error)
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except onnxruntime_errors() as error:
+        # That it lacks an operator says nothing about the model.
+        return None if "is not a registered" in str(error) else one_line(error)
+    return None
+
+
+@functools.cache
+def onnxruntime_errors() -> tuple[type[Exception], ...]:
+    """The exceptions that onnxruntime makes of its statuses; they have no base class of their own."""
+    import onnxruntime.capi.onnxruntime_pybind11_state as state
+
+    return tuple(e for e in vars(state).values() if isinstance(e, type) and issubclass(e, Exception))
+
+
+def refused(error: Exception) -> ModelError:
+    """The error for a model that onnxruntime does not load, with its text."""
+    return ModelError(f"onnxruntime does not load the model: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception on one line, not too long to read."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 1000 else f"{text[:1000]} ..."
+
+
+def with_dense_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model, or a copy without sparse initializers, which onnx-ir has no place for."""
+    graphs = [model.graph, *(g for node in all_nodes(model.graph.node) for g in subgraphs(node))]
+    if not any(graph.sparse_initializer for graph in graphs):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for graph in (copy.graph, *(g for node in all_nodes(copy.graph.node) for g in subgraphs(node))):
+        graph.initializer.extend(_dense(tensor) for tensor in graph.sparse_initializer)
+        del graph.sparse_initializer[:]
+    return copy
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    name, dims = sparse.values.name, list(sparse.dims)
+    values, places = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+    if math.prod(dims) * values.itemsize > LARGEST_MESSAGE:
+        raise ModelError(
+            f"the sparse initializer {name!r} of shape {dims} takes more than 2 GB when it is dense"
+        )
+    dense = np.zeros(dims, values.dtype)
+    try:
+        if places.ndim == 1:
+            dense.reshape(-1)[places] = values.reshape(-1)
+        else:
+            dense[tuple(places.T)] = values.reshape(-1)
+    except IndexError as error:
+        raise ModelError(f"the sparse initializer {name!r} of shape {dims}: {error}") from error
+    return numpy_helper.from_array(dense, name)
 
 
 def _parse(data: bytes, where: str) -> onnx.ModelProto:
     try:
         return onnx.ModelProto.FromString(data)
-    except DecodeError as error:
+    except (DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"there is no ONNX model in {where}: it cannot be parsed") from error
 
 
 def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     if not model.opset_import or not model.HasField("graph"):
         raise ModelError(f"there is no ONNX model in {where}: graph or opset_import is missing")
+    check_fields(model)
+    return model
+
+
+def _complete(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with all its imports, and nothing wrong with it that can be seen."""
+    model = _with_imports(model)
+    check_graphs(model)
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import onnx
 
-from ortgrad.models import ModelLike, imports_domain, load_model, with_import
+from ortgrad.models import ModelLike, imports_domain, judging, load_model, with_import
 from ortgrad.passes.training_ops import is_training_operator
 from ortgrad.registry import find_operator
 
@@ -38,7 +38,8 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
     # onnx-ir takes a while to import, and models without gradient nodes do not need it.
     from ortgrad.passes.pipeline import prepare_proto
 
-    return prepare_proto(model, kernels, bodies=bodies)
+    with judging(model):
+        return prepare_proto(model, kernels, bodies=bodies)
 
 
 def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:

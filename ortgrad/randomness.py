@@ -45,7 +45,9 @@ def with_marked_draws(
             )
         kept = [attribute for attribute in node.attribute if attribute.name != "seed"]
         del node.attribute[:]
-        node.attribute.extend([*kept, helper.make_attribute("seed", float(FIRST_MARK + len(found)))])
+        mark = FIRST_MARK + len(found)
+        seed = helper.make_attribute("seed", mark if node.op_type == "Dropout" else float(mark))
+        node.attribute.extend([*kept, seed])
         found.append(f"{node.op_type} {_name(node)}")
     return (marked, tuple(found)) if found else (model, ())
 

@@ -14,12 +14,13 @@ import onnxruntime
 
 from ortgrad import dispatch, native
 from ortgrad.errors import ModelError
-from ortgrad.models import ModelLike, imports_domain, load_model
+from ortgrad.models import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.runs import Monitor, call_elsewhere
 
 _REGISTERED = "ortgrad.registered"
+_NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # levels of logging
 _FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
 _IMPORT = onnx.OperatorSetIdProto(domain=DOMAIN, version=1)
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -31,9 +32,15 @@ def get_library_path() -> str:
 
 
 def register(options: onnxruntime.SessionOptions) -> None:
-    """Make the Python kernels available to sessions with these options. Doing it again changes nothing."""
+    """Make the Python kernels available to sessions with these options. Doing it again changes nothing.
+
+    If no `log_severity_level` was chosen for the options, it becomes 3 (errors): at its default level
+    onnxruntime warns of every weight that can be fed.
+    """
     if not isinstance(options, onnxruntime.SessionOptions):
         raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
+    if options.log_severity_level == _NOT_CHOSEN:
+        options.log_severity_level = _ERRORS
     path = get_library_path()
     if not _has_entry(options, _REGISTERED):
         options.register_custom_ops_library(path)
@@ -66,11 +73,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels: Kernels = "auto",
         **kwargs: Any,
     ) -> None:
-        options = sess_options
-        if options is None:
-            options = onnxruntime.SessionOptions()
-            # onnxruntime warns of every weight that can be fed, and logs failures that it raises as well.
-            options.log_severity_level = 4
+        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        level = options.log_severity_level
         model = load_model(path_or_bytes, external_data=False)
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
@@ -88,6 +92,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             # It makes a FusedMatMul of float64, for which it has no kernel.
             kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
         try:
+            if level == _NOT_CHOSEN:
+                # onnxruntime warns of every weight that can be fed, and logs failures that it raises as well.
+                options.log_severity_level = _FATAL
             self._create(
                 _serialize(model),
                 options,
@@ -95,9 +102,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 provider_options,
                 **kwargs,
             )
-        except Exception as error:
+        except onnxruntime_errors() as error:
             _explain(model, error)
-            raise
+            raise refused(error) from error
+        finally:
+            options.log_severity_level = level
 
     def _create(self, *arguments: Any, **keywords: Any) -> None:
         create = super().__init__

@@ -195,7 +195,7 @@ def test_explain_names_the_operator_of_the_model(capsys: pytest.CaptureFixture[s
 
 
 def test_explain_what_is_not_supported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(folder / "unsupported.onnx"), "--wrt", "x"]) == 1
+    assert main(["explain", str(folder / "unsupported.onnx"), "--wrt", "x"]) == 3
     out, err = capsys.readouterr()
     assert [line.split(maxsplit=2) for line in out.splitlines()] == [
         ["a", "Foo", "(NOT SUPPORTED: there is no gradient rule for it)"],
@@ -218,8 +218,108 @@ def test_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops"]) == 0
     out = capsys.readouterr().out
     assert "ConvGrad(dY, X, W)" in out and "\n  Floor\n" in out
-    assert main(["ops", "Grue"]) == 1
+    assert main(["ops", "Grue"]) == 2
     assert "'Grue'" in capsys.readouterr().err
+
+
+COMMANDS = {
+    "grad": ["-o", "out.onnx", "--wrt", "x"],
+    "prepare": ["-o", "out.onnx"],
+    "check": ["--wrt", "x", "--of", "y"],
+    "explain": ["--wrt", "x"],
+}
+BAD_FILES = [
+    ".",
+    "missing.onnx",
+    "text.onnx",
+    "nothing.onnx",
+    "half.onnx",
+    "dangling.onnx",
+    "bytes.onnx",
+    "feeds.npz",
+]
+
+
+@pytest.mark.parametrize("file", BAD_FILES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_exit_code_of_bad_files(
+    folder: Path,
+    command: str,
+    file: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "bytes.onnx").write_bytes(bytes(range(256)))
+    np.savez(folder / "feeds.npz", x=np.ones(3))
+    assert main([command, file, *COMMANDS[command]]) == cli.FAILED == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("ortgrad: ") and err.count("\n") == 1 and out == ""
+    assert not (folder / "out.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("grad", 3), ("prepare", 0), ("check", 3), ("explain", 3)],
+    ids=lambda value: str(value),
+)
+def test_exit_code_of_unsupported_nodes(folder: Path, command: str, code: int, capfd) -> None:
+    arguments = [a if a != "out.onnx" else str(folder / a) for a in COMMANDS[command]]
+    assert main([command, str(folder / "unsupported.onnx"), *arguments]) == code
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_exit_code_of_a_bug(
+    folder: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, f"_{command}", broken)
+    assert main([command, str(folder / "regression.onnx"), *COMMANDS[command]]) == 4
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    monkeypatch.setattr(cli, f"_{command}", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    assert main([command, str(folder / "regression.onnx"), *COMMANDS[command]]) == 130
+
+
+def test_exit_code_of_a_demo_with_wrong_gradients(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> None:
+        raise ortgrad.WrongGradientError("by far")
+
+    monkeypatch.setattr(demo, "run", wrong)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "ortgrad: by far\n"
+
+
+def test_help_says_what_exit_codes_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    codes = [line.split()[0] for line in out.partition("exit codes:")[2].splitlines() if line[2:3].isdigit()]
+    assert codes == ["0", "1", "2", "3", "4", "130"]
+
+
+def test_feeds_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    feeds = folder / "feeds.npz"
+    np.savez_compressed(feeds, x=np.arange(3000, dtype=np.float32).reshape(-1, 3))
+    whole = feeds.read_bytes()
+    check = ["check", str(folder / "regression.onnx"), "--wrt", "w", "--of", "loss", "--feeds"]
+    assert main([*check, str(feeds)]) == 0
+    capsys.readouterr()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 255
+    for content in (bytes(damaged), whole[: len(whole) // 2], b"", b"text"):
+        feeds.write_bytes(content)
+        assert main([*check, str(feeds)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    np.savez(feeds, x=np.array([object()]))
+    for path in (feeds, folder, folder / "missing.npz"):
+        assert main([*check, str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    np.savez(feeds, x=np.array(["a", "b", "c"]).reshape(1, 3))
+    assert main([*check, str(feeds)]) == 2
 
 
 NOWHERE = os.path.join("no", "such", "folder", "out.onnx")
@@ -250,7 +350,7 @@ NOWHERE = os.path.join("no", "such", "folder", "out.onnx")
         (["check", "dangling_in_branch.onnx"], 2, "Neg node 'b' reads 'q'"),
         (["explain", "no_producer.onnx", "--wrt", "x"], 2, "the output 'z' is computed nowhere"),
         (["grad", "cycle.onnx", "-o", "out.onnx", "--wrt", "x"], 2, "form a cycle"),
-        (["check", "mismatch.onnx"], 2, "the model does not load"),
+        (["check", "mismatch.onnx"], 2, "onnxruntime does not load the model"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
@@ -274,7 +374,7 @@ def test_errors_are_one_line(
 @pytest.mark.parametrize("command", ["grad", "check"])
 def test_unsupported_nodes_are_listed(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     output = ["-o", str(folder / "out.onnx")] if command == "grad" else []
-    assert main([command, str(folder / "unsupported.onnx"), "--wrt", "x", "--of", "y", *output]) == 1
+    assert main([command, str(folder / "unsupported.onnx"), "--wrt", "x", "--of", "y", *output]) == 3
     out, err = capsys.readouterr()
     assert "2 node(s)" in err and "Foo (domain my.domain, opset 1), node 'a'" in err and "Bar" in err
     assert out == ""

@@ -137,7 +137,7 @@ def test_values_inside_a_branch_follow_what_is_fed() -> None:
         ('xs = ["nothing"], y = "y"', "x", "there is no tensor 'nothing' in the graph"),
         ('xs = ["x"], y = "nothing"', "x", "there is no tensor 'nothing' in the graph"),
         ('xs = ["x"], y = "y"', "x, x", "it has 2 inputs and 1 outputs"),
-        ('xs = ["x"]', "x", "xs and y are required"),
+        ('xs = ["x"]', "x", "has no attribute .y."),
         ('xs = ["x"], y = "later"', "x", "depends on a Gradient node that comes later"),
     ],
 )

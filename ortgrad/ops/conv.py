@@ -28,6 +28,8 @@ _X_COLUMN_ELEMENTS = 1 << 22
 _POINTWISE_COLUMNS = 1 << 12
 # In the body: with fewer input channels than this, one product for all taps is faster than one for each.
 _FEW_CHANNELS = 16
+# So many nodes and more are not written for one convolution.
+_MOST_TAPS = 1 << 14
 _END = 1 << 62
 
 
@@ -430,6 +432,10 @@ class _Form:
 
     def starts(self) -> Iterator[tuple[int, ...]]:
         """For each tap of the kernel, where in the padded input its reading begins."""
+        if math.prod(self.kernel) > _MOST_TAPS:
+            raise NodeError(
+                f"a kernel of {self.kernel} has more than {_MOST_TAPS:,} taps, too many to be written out"
+            )
         for tap in itertools.product(*map(range, self.kernel)):
             yield tuple(k * d for k, d in zip(tap, self.dilations, strict=True))
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.ops.index import dimensions, scatter_back, shape_of, size_of
 from ortgrad.registry import Empty, operator
@@ -214,6 +215,11 @@ def _static_pads(node: Node) -> list[int] | None:
     axes = np.arange(len(starts)) if starts is not None and node.optional(3) is None else node.constant(3)
     if starts is None or ends is None or axes is None or shape is None:
         return None
+    if not starts.shape == ends.shape == axes.shape == (starts.size,):
+        raise NodeError(
+            f"starts, ends and axes have shapes {starts.shape}, {ends.shape} and {axes.shape}; "
+            "they must be vectors of one length"
+        )
     before, after = [], []
     for start, end, axis in zip(starts, ends, axes, strict=True):
         length = shape[int(axis)]

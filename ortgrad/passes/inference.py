@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ortgrad.backward import subgraphs
 from ortgrad.errors import ModelError
+from ortgrad.passes.long_vectors import hide_lengths, restore_lengths
 from ortgrad.schemas import schemas_known
 
 # Larger initializers say nothing about shapes, and onnx copies what it is given.
@@ -20,12 +21,14 @@ def infer_types(model: ir.Model) -> None:
     """Write what can be inferred into the values of the model and its subgraphs."""
     with _without_weights(model), schemas_known():
         proto = to_proto(model)
+        lengths = hide_lengths(proto)
         try:
             inferred = onnx.shape_inference.infer_shapes(
                 proto, check_type=False, strict_mode=False, data_prop=True
             )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             raise ModelError(f"onnx cannot infer the types of the model: {error}") from error
+    restore_lengths(inferred.graph, lengths)
     _merge(model.graph, inferred.graph)
 
 
@@ -59,7 +62,8 @@ def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """The model as onnx-ir writes it. Shapes of values without a type, which it cannot write, are dropped."""
-    for graph in model.graphs():
+    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
+    for graph in (*model.graphs(), *bodies):
         for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
             if value.type is None:
                 value.shape = None

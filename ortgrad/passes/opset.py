@@ -31,7 +31,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
         scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
         with schemas_known():
             converted = version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
-    except RuntimeError as error:
+    except (RuntimeError, version_converter.ConvertError) as error:
         raise ModelError(
             f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
             f"cannot convert it: {error}"

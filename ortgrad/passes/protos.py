@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
+from ortgrad.errors import ModelError
+from ortgrad.models import one_line, with_dense_initializers
 from ortgrad.passes.inference import from_proto, is_known, to_proto
 from ortgrad.registry import DOMAIN
 
@@ -16,7 +18,10 @@ FIRST_WITH_CONSTANTS = 4
 
 def read(source: onnx.ModelProto) -> ir.Model:
     """The model in onnx-ir, in a current IR version. Weights are not copied."""
-    model = from_proto(source)
+    try:
+        model = from_proto(with_dense_initializers(source))
+    except ir.serde.SerdeError as error:
+        raise ModelError(f"the model cannot be read: {_reason(error)}") from error
     if model.ir_version < FIRST_WITH_CONSTANTS:
         for value in [value for value in model.graph.inputs if value.is_initializer()]:
             model.graph.inputs.remove(value)
@@ -37,3 +42,10 @@ def write(model: ir.Model, source: onnx.ModelProto) -> onnx.ModelProto:
         if value.name in foreign:
             value.type.CopyFrom(foreign[value.name])
     return written
+
+
+def _reason(error: BaseException) -> str:
+    """What is behind an error of onnx-ir's, which itself shows the whole model."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return one_line(error)
