@@ -365,7 +365,9 @@ MISTAKES = [
     ((1, 1, 2, 2), (1, 2, 4, 4), BASE, "must agree in batch and channels"),
     ((1, 1, 2, 2), (1, 1, 4, 6), BASE, "gives [1, 1, 2, 3], but dY has [1, 1, 2, 2]"),
     ((1, 1, 2, 2), (1, 1, 2**40, 2**40), BASE, "but dY has [1, 1, 2, 2]"),
-    ((1, 1, 1, 1), (1, 1, 1, 4), {"kernel_shape": [2, 2], "strides": [1, 2]}, "does not fit into spatial"),
+    # The output of an input that is one element too small is empty; of a smaller one there is none.
+    ((1, 1, 1, 1), (1, 1, 1, 4), {"kernel_shape": [2, 2], "strides": [1, 2]}, "gives [1, 1, 0, 2]"),
+    ((1, 1, 1, 1), (1, 1, 1, 4), {"kernel_shape": [3, 2], "strides": [1, 2]}, "does not fit into spatial"),
 ]
 
 
