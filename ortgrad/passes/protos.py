@@ -21,7 +21,21 @@ def read(source: onnx.ModelProto) -> ir.Model:
         for value in [value for value in model.graph.inputs if value.is_initializer()]:
             model.graph.inputs.remove(value)
     model.ir_version = max(model.ir_version, IR_VERSION)
+    _own_constants(model)
     return model
+
+
+def _own_constants(model: ir.Model) -> None:
+    # onnx-ir names the tensor of a Constant when it is read, in the caller's proto.
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for node in graph.all_nodes():
+            attribute = node.attributes.get("value")
+            if node.op_type != "Constant" or attribute is None or attribute.is_ref():
+                continue
+            tensor = attribute.as_tensor()
+            if tensor.dtype != ir.DataType.STRING:
+                own = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+                node.attributes["value"] = ir.AttrTensor("value", own)
 
 
 def write(model: ir.Model) -> onnx.ModelProto:
