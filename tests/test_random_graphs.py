@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import random_graphs
-from graph_builder import OPERATORS, all_nodes, generate, in_float32
+from graph_builder import OPERATORS, all_nodes, generate
 from random_graphs import FAILURES, REFUSED, RIGHT, UNUSABLE, WAYS, check, describe, minimise, shrink
 
 import ortgrad
@@ -52,8 +51,6 @@ def test_graphs_are_as_various_as_models() -> None:
     sizes = [sum(n.op_type != "Constant" for n in g.model.graph.node) for g in graphs]
     assert min(sizes) >= 8
     assert max(sizes) >= 30
-    for graph in graphs:
-        onnx.checker.check_model(in_float32(graph.model))
     inputs = [v.type.tensor_type for g in graphs for v in g.model.graph.input]
     assert any(not kind.HasField("shape") for kind in inputs)
     assert any(d.dim_param for kind in inputs for d in kind.shape.dim)
