@@ -344,12 +344,14 @@ RUNNERS: list[Runner] = [
 
 @every_session
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.__name__)
-def test_ways_to_call(kind: str, mode: str, runner: Runner) -> None:
+def test_ways_to_call(kind: str, mode: str) -> None:
+    """One after the other in one session, as programs do."""
     options = quiet()
     options.execution_mode = getattr(ExecutionMode, mode)
     options.intra_op_num_threads = 2  # run_async wants more than one
-    check(SESSIONS[kind](options), runner)
+    session = SESSIONS[kind](options)
+    for runner in RUNNERS:
+        check(session, runner)
 
 
 @every_session
