@@ -26,7 +26,28 @@ def read(source: onnx.ModelProto) -> ir.Model:
         for value in [value for value in model.graph.inputs if value.is_initializer()]:
             model.graph.inputs.remove(value)
     model.ir_version = max(model.ir_version, IR_VERSION)
+    _own_names(model)
     return model
+
+
+def _own_names(model: ir.Model) -> None:
+    """Tensors that onnx-ir has read are the caller's: who renames a value would rename it there too."""
+    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
+    for graph in (*model.graphs(), *bodies):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                value.const_value = _with_own_name(value.const_value)
+        for node in graph:
+            tensor = node.attributes.get("value") if node.op_type == "Constant" else None
+            if tensor is not None and not tensor.is_ref():
+                node.attributes["value"] = ir.AttrTensor("value", _with_own_name(tensor.as_tensor()))
+
+
+def _with_own_name(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    # What onnx-ir makes of external data and text has a name of its own.
+    if not isinstance(tensor, ir.TensorProtoTensor) or tensor.dtype == ir.DataType.STRING:
+        return tensor
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, tensor.shape, name=tensor.name)
 
 
 def write(model: ir.Model, source: onnx.ModelProto) -> onnx.ModelProto:
