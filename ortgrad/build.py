@@ -103,7 +103,7 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
         if node.op_type == "Loop" and len(node.inputs) < 2:
             node.resize_inputs(2)
     RemoveUnusedOpsetsPass()(model)
-    complete(model)
+    complete(model, built=True)
     attach(model)
     return write(model)
 
@@ -156,7 +156,13 @@ def _seed(graph: ir.Graph, op: Ops, value: ir.Value, *, alone: bool, taken: set[
     name = free_name(f"{value.name}_grad", taken)
     seed = ir.Value(name=name, type=value.type, shape=value.shape)
     graph.inputs.append(seed)
-    return seed
+    if value.shape is not None and value.shape.is_static():
+        return seed
+    # onnxruntime compares what is fed with numbers only; what broadcasts would give other gradients.
+    op.checked, op.label = True, f"{name} input"
+    checked = op.require_shape(seed, value, f"the shape of {value.name}")
+    op.checked = False
+    return checked
 
 
 def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Value:

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ortgrad.contracts import Contract
 from ortgrad.errors import NodeError
 from ortgrad.registry import Operator
 
@@ -29,6 +30,12 @@ class Call:
     present: tuple[bool, ...]
     wanted: tuple[bool, ...]
     session: int | None = None
+    # Whether build_gradient_model made the node, so that shapes are right by construction.
+    built: bool = False
+
+    @functools.cached_property
+    def contract(self) -> Contract:
+        return self.operator.contract(self.attributes)
 
     def to_json(self) -> str:
         fields: dict[str, Any] = {
@@ -37,6 +44,8 @@ class Call:
             "inputs": [int(flag) for flag in self.present],
             "outputs": [int(flag) for flag in self.wanted],
         }
+        if self.built:
+            fields["built"] = 1
         if self.session is not None:
             fields["session"] = self.session
         return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
@@ -57,6 +66,7 @@ def parse_call(operator: Operator, text: str) -> Call:
             tuple(bool(flag) for flag in fields["inputs"]),
             tuple(bool(flag) for flag in fields["outputs"]),
             fields.get("session"),
+            bool(fields.get("built")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NodeError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from ortgrad.bodies import Ops
+from ortgrad.bodies import REQUIRES, Ops
 from ortgrad.call import Call, parse_call
 from ortgrad.names import name_nodes
 from ortgrad.registry import CALL_ATTRIBUTE, Operator, Shape, find_operator
@@ -45,7 +45,8 @@ def put_in_place(
     # What a node's rule recorded beside it may have the same prefix.
     name_nodes(nodes, taken)
     for i, new_node in enumerate(nodes):
-        new_node.name = f"{node.name}/{new_node.op_type}_{i}"
+        if REQUIRES not in (new_node.name or ""):
+            new_node.name = f"{node.name}/{new_node.op_type}_{i}"
     ir.convenience.replace_nodes_and_values(
         graph, node, [node], nodes, [old for old, _ in pairs], [new for _, new in pairs]
     )
