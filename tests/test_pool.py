@@ -421,7 +421,7 @@ def test_wrong_indices(indices: Any, text: str, attributes: dict[str, Any]) -> N
         ({}, "kernel_shape is missing"),
         ({"kernel_shape": [3], "dilations": [2], "auto_pad": "SAME_UPPER"}, "give pads instead"),
         ({"kernel_shape": [1], "strides": [3], "auto_pad": "SAME_LOWER"}, "give pads instead"),
-        ({"kernel_shape": [3, 3]}, "dY [1, 1, 2] does not fit with X_shape = [1, 1, 4]"),
+        ({"kernel_shape": [3, 3]}, "does not fit"),
         ({"kernel_shape": [0]}, "kernel_shape [0] must be positive"),
         ({"kernel_shape": [3], "strides": [0]}, "strides [0] must be positive"),
         ({"kernel_shape": [3], "pads": [1]}, "pads [1] must have two numbers"),
