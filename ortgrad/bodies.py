@@ -20,6 +20,9 @@ from ortgrad.registry import Operator, find_anywhere, find_operator
 # ScatterElements with reduction, Pad with axes); older models are converted up to it.
 MINIMUM_OPSET = 18
 
+# In the name of a node that fails if a call is malformed: what must hold stands after it.
+REQUIRES = " requires "
+
 RANDOM = frozenset(
     [
         "Bernoulli",
@@ -49,6 +52,9 @@ class Ops(ir.tape.Tape):
         self.names = Names() if names is None else names
         # Put before the names, to tell people what the nodes belong to.
         self.scope = scope
+        # Whether `require` compares anything, and the node and operator for which it does.
+        self.checked = False
+        self.label = ""
         self._recorded: dict[Any, Any] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
@@ -197,6 +203,38 @@ class Ops(ir.tape.Tape):
         gathered: ir.Value = self.Gather(self.Concat(pads, [0], axis=0), places.reshape(-1))
         return gathered
 
+    def require(self, value: ir.Value, failures: Sequence[ir.Value], what: str) -> ir.Value:
+        """The value; where calls are checked, running is an error if there is anything but 0 in `failures`.
+
+        onnxruntime's error shows the name of the node, which says what is required. None of this moves data:
+        an empty vector, which nothing but zeros can be reshaped to, is appended to the shape of the value.
+        """
+        if not (self.checked and failures):
+            return value
+        nothing = []
+        for failure in failures:
+            empty = self.Reshape(self.NonZero(failure), [0], allowzero=1)
+            nothing.append(self.saying(empty, what))
+        result: ir.Value = self.Reshape(value, self.Concat(self.Shape(value), *nothing, axis=0), allowzero=1)
+        result.type, result.shape = value.type, value.shape
+        return result
+
+    def require_shape(self, value: ir.Value, like: ir.Value, what: str) -> ir.Value:
+        """The value; where calls are checked, running is an error if it has another shape than `like`."""
+        if not self.checked:
+            return value
+        shape = self.Shape(like)
+        # Sub would broadcast a vector of one element.
+        own = self.saying(self.Reshape(self.Shape(value), self.Shape(shape), allowzero=1), what)
+        return self.require(value, [self.Sub(own, shape)], what)
+
+    def saying(self, value: ir.Value, what: str) -> ir.Value:
+        """The value, with a name that tells what is required if the node that makes it fails."""
+        node = value.producer()
+        if node is not None and REQUIRES not in (value.name or ""):
+            node.name = value.name = f"{value.name}: {self.label}{REQUIRES}{what}"
+        return value
+
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:
@@ -279,13 +317,42 @@ def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[
     if operator.body is None:
         raise NodeError(f"{operator.name} has no body in standard ONNX operators")
     operands = [v if real else None for v, real in zip(inputs, call.present, strict=True)]
+    op.checked, op.label = not call.built, f"{op.label}{operator.name}"
     extra = {"wanted": call.wanted} if operator.has_optional_outputs else {}
     try:
+        what = call.contract.text
+        failures = call.contract.record(op, operands) if op.checked else []
+        # All of the body that depends on this input waits for the comparisons.
+        main, value = next(
+            (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
+        )
+        checked = operands[main] = op.require(value, failures, what)
         result = operator.body(op, *operands, **call.attributes, **extra)
     except ValueError as error:
         raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
     results = list(result) if isinstance(result, (tuple, list)) else [result]
-    return [value if want else None for value, want in zip(results, call.wanted, strict=True)]
+    outputs = [value if want else None for value, want in zip(results, call.wanted, strict=True)]
+    if failures:
+        return [v if v is None or _depends(v, checked) else op.require(v, failures, what) for v in outputs]
+    return outputs
+
+
+def _depends(value: ir.Value, on: ir.Value) -> bool:
+    """Whether a recorded value is computed from another."""
+    seen: set[ir.Value] = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if value is on:
+            return True
+        node = value.producer()
+        if node is None or value in seen:
+            continue
+        seen.add(value)
+        graphs = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+        inner = (used for graph in graphs for used in graph.all_nodes())
+        waiting += [v for user in (node, *inner) for v in user.inputs if v is not None]
+    return False
 
 
 def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> ir.Function:

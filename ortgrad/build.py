@@ -94,7 +94,7 @@ def _plan(
             seed = ir.Value(name=op.names.fresh(f"{value.name}_grad"), type=value.type)
             seed.shape = proven[value.name or ""]
             graph.inputs.append(seed)
-            backward.seed(value, seed)
+            backward.seed(value, _checked(op, seed, value))
     # Before anything else that the backward pass records could be called so.
     results = [op.names.fresh(f"{value.name}_grad") for value in targets]
     # What must be fed comes first.
@@ -135,7 +135,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
         if node.op_type == "Loop" and len(node.inputs) < 2:
             node.resize_inputs(2)
     RemoveUnusedOpsetsPass()(model)
-    complete(model)
+    complete(model, built=True)
     attach(model)
     planned.declared.restore_borders()
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
@@ -164,6 +164,17 @@ def _one(op: Ops, value: ir.Value, proven: bool) -> ir.Value:
     op.scope = f"{value.name}_grad"
     one = op.constant(np.array(1.0, value.dtype.numpy()))
     return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
+
+
+def _checked(op: Ops, seed: ir.Value, value: ir.Value) -> ir.Value:
+    """The seed, which must have the shape of its value: what broadcasts would give other gradients."""
+    if seed.shape is not None and seed.shape.is_static():
+        # onnxruntime compares what is fed with numbers.
+        return seed
+    op.scope, op.checked, op.label = f"{seed.name}", True, f"{seed.name} input"
+    checked = op.require_shape(seed, value, f"the shape of {value.name}")
+    op.checked = False
+    return checked
 
 
 def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:

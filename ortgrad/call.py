@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from ortgrad.contracts import Contract
 from ortgrad.errors import NodeError
 from ortgrad.registry import Operator
 
@@ -28,6 +29,12 @@ class Call:
     attributes: dict[str, Any]
     present: tuple[bool, ...]
     wanted: tuple[bool, ...]
+    # Whether build_gradient_model made the node, so that shapes are right by construction.
+    built: bool = False
+
+    @functools.cached_property
+    def contract(self) -> Contract:
+        return self.operator.contract(self.attributes)
 
     def to_json(self) -> str:
         fields: dict[str, Any] = {
@@ -36,6 +43,8 @@ class Call:
             "inputs": [int(flag) for flag in self.present],
             "outputs": [int(flag) for flag in self.wanted],
         }
+        if self.built:
+            fields["built"] = 1
         return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -48,7 +57,8 @@ def parse_call(operator: Operator, text: str | bytes) -> Call:
         present, wanted = (
             tuple(_flag(item) for item in _field(fields, name, list)) for name in ("inputs", "outputs")
         )
-        call = Call(operator, node, operator.complete(attributes), present, wanted)
+        built = _flag(fields.get("built", 0))
+        call = Call(operator, node, operator.complete(attributes), present, wanted, built)
     except (ValueError, OverflowError, RecursionError) as error:
         raise NodeError(
             f"the attribute 'ortgrad' of a {operator.name} node cannot be read ({error}); "

@@ -24,8 +24,12 @@ def declared_shapes(call: Call, feed: Sequence[np.ndarray]) -> Sequence[Any]:
 def evaluate(
     call: Call, feed: Sequence[np.ndarray], dtypes: Sequence[np.dtype], shapes: Sequence[Any], empty: Empty
 ) -> list[np.ndarray | None]:
-    """The outputs as the kernel returns them, of the declared types and shapes; None where unwanted."""
+    """The outputs as the kernel returns them, of the declared types and shapes; None where unwanted.
+
+    Raises ValueError for inputs that do not satisfy the operator's contract.
+    """
     arrays = [array if real else None for array, real in zip(feed, call.present, strict=True)]
+    call.contract.check_arrays(arrays)
     with np.errstate(all="ignore"):
         result = call.operator.compute(arrays, call.attributes, call.wanted, empty)
     values = result if isinstance(result, tuple) else (result,)

@@ -15,13 +15,6 @@ _CACHED_BYTES = 1 << 18
 _BITS: dict[int, type[np.signedinteger]] = {4: np.int32, 8: np.int64}
 
 
-def require_same_shape(**arrays: np.ndarray) -> None:
-    """Raise unless all arrays have one shape."""
-    if len({a.shape for a in arrays.values()}) > 1:
-        shapes = ", ".join(f"{name} has {list(a.shape)}" for name, a in arrays.items())
-        raise ValueError(f"the shapes must be equal: {shapes}")
-
-
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_count() - 1, thread_name_prefix="ortgrad")

@@ -127,6 +127,32 @@ def become(node: Node, op_type: str) -> None:
     node.node.domain, node.node.op_type, node.node.version = DOMAIN, op_type, None
 
 
+def input_dims(
+    gates: int, *, direction: str, hidden_size: int | None, layout: int, **_: Any
+) -> dict[str, str]:
+    """The patterns of what GRU and LSTM read and keep, by what it is."""
+    d = 2 if direction == "bidirectional" else 1
+    if hidden_size is not None and hidden_size < 0:
+        raise ValueError(f"hidden_size is {hidden_size}; it must not be negative")
+    # A number in place of the name, if the attribute says it.
+    h = "H" if hidden_size is None else str(hidden_size)
+
+    def times(factor: int) -> str:
+        return f"{factor}*H" if hidden_size is None else str(factor * hidden_size)
+
+    return {
+        "X": "N T I" if layout else "T N I",
+        "R": f"{d} {times(gates)} {h}",
+        "W": f"{d} {times(gates)} I",
+        "B": f"{d} {times(2 * gates)}",
+        "P": f"{d} {times(3)}",
+        "SL": "N",
+        "state": f"N {d} {h}" if layout else f"{d} N {h}",
+        "states": f"N T {d} {h}" if layout else f"T {d} N {h}",
+        "gates": f"N T {d} {times(gates)}" if layout else f"T {d} N {times(gates)}",
+    }
+
+
 def sizes(x: Operand | None, r: Operand | None, **attributes: Any) -> tuple[Any, ...]:
     """Steps, directions, batch and hidden size, None where unknown."""
     steps, batch = x.shape[:2] if x and x.shape and len(x.shape) == 3 else (None, None)

@@ -1,6 +1,6 @@
 """One declaration per gradient operator: contract, NumPy kernel and body in standard ONNX.
 
-    @operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y")
+    @operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims={"dY": "*S", "Y": "*S"})
     def tanh_grad(dy, y):
         \"\"\"dX = dY * (1 - Y^2)\"\"\"
 
@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ortgrad.contracts import Contract, Dims
 from ortgrad.errors import NodeError, RegistrationError
 
 DOMAIN = "com.microsoft"
@@ -147,12 +148,17 @@ class Operator:
     auto: Way | Callable[..., Way]
     builder_name: str  # of the node builder in ortgrad.nodes, e.g. conv_grad
     doc: str
+    dims: Dims
     forward_attributes: frozenset[str] = frozenset()
     body: Callable[..., Any] | None = None
 
     @property
     def has_optional_outputs(self) -> bool:
         return any(slot.optional for slot in self.outputs)
+
+    def takes_floats(self, i: int) -> bool:
+        """Whether the i-th input is a tensor of floating-point numbers."""
+        return "float32" in self.types.get(self.inputs[i].type, ())
 
     def onnx(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """Declare the body in standard ONNX operators (see ortgrad.bodies for `op`)."""
@@ -171,7 +177,18 @@ class Operator:
             type_ = self.outputs[i].type
             return np.empty(shape, bound.get(type_, type_))
 
-        return self.compute(inputs, self.complete(attributes), (True,) * len(self.outputs), empty)
+        completed = self.complete(attributes)
+        self.contract(completed).check_arrays(inputs)
+        return self.compute(inputs, completed, (True,) * len(self.outputs), empty)
+
+    def contract(self, attributes: Mapping[str, Any]) -> Contract:
+        """What the shapes of the inputs must satisfy with these attributes, all of them given."""
+        names = [slot.name for slot in self.inputs]
+        return (
+            Contract(names, self.dims(**attributes), attributes)
+            if callable(self.dims)
+            else Contract(names, self.dims, {})
+        )
 
     def compute(
         self,
@@ -219,6 +236,7 @@ def operator(
     inputs: Sequence[str],
     outputs: Sequence[str],
     shapes: str | Callable[..., Sequence[Shape | None]],
+    dims: Dims | None = None,
     attributes: Mapping[str, Any] | None = None,
     types: Mapping[str, Sequence[str]] | None = None,
     auto: Way | Callable[..., Way] = "onnx",
@@ -231,10 +249,14 @@ def operator(
     `wanted` if an output is optional; it returns one array per output (None for an unwanted one).
     The arrays are onnxruntime's own memory: a kernel can neither write into them nor keep them. One
     with a keyword `empty` gets a function for its results that saves a copy: `empty(i, shape)` is an
-    array without values for output i. `shapes` names the input whose shape the only output has, or
-    is a function of one Operand per input (None for an absent one) and the attributes that
-    returns one shape per output. `auto` says which way was measured faster, or is a function of the
-    same arguments that does. `forward_attributes` are those of the forward operator that
+    array without values for output i.
+
+    `shapes` names the input whose shape the only output has, or is a function of one Operand per input
+    (None for an absent one) and the attributes that returns one shape per output. `dims` says what the
+    shapes of the inputs must satisfy, as patterns (see ortgrad.contracts) or as a function of the
+    attributes that returns them. A kernel sees no others; what patterns cannot say, it checks itself, and
+    the body does so with `op.require`. `auto` says which way was measured faster, or is a function of the
+    arguments of `shapes` that does. `forward_attributes` are those of the forward operator that
     onnxruntime-training copies onto the node although they say nothing there.
     """
     key = (domain, name)
@@ -258,6 +280,7 @@ def operator(
             auto=auto,
             builder_name=kernel.__name__,
             doc=inspect.cleandoc(kernel.__doc__ or ""),
+            dims=dims or {},
             forward_attributes=frozenset(forward_attributes),
         )
         if any(op.builder_name == other.builder_name for other in _operators.values()):

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import onnxruntime
 
+from ortgrad.assertions import explain
+
 Result = TypeVar("Result")
 
 # A run that took no longer than this many seconds may delay a signal.
@@ -138,7 +140,10 @@ class _Run:
         """Call the function; what a kernel raised comes instead of onnxruntime's echo of it."""
         try:
             result = function(self._options)
-        except Exception:
+        except Exception as error:
+            malformed = explain(str(error)) if self.error is None else None
+            if malformed is not None:
+                raise malformed from error
             if self.error is None:
                 raise
         if self.error is not None:

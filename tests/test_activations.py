@@ -200,7 +200,7 @@ def test_shapes_must_be_equal(activation: Activation) -> None:
     node = getattr(ortgrad.nodes, operator.builder_name)(*feeds, ["dX"], name="cut", **activation.attributes)
     model = ortgrad.nodes.make_model(node, shapes=symbolic_shapes(feeds))
     session = ortgrad.InferenceSession(model, kernels="python")
-    with pytest.raises(KernelError, match=r"'cut' failed.*the shapes must be equal: dY has \[2, 4\]"):
+    with pytest.raises(KernelError, match=r"'cut' failed.*does not fit with dY \[2, 4\]"):
         session.run(None, feeds | {"dY": dy[:2]})
     assert_close(session.run(None, feeds)[0], by_autograd(activation, x, dy, b), TOLERANCE["float32"])
 
@@ -212,7 +212,7 @@ def test_the_bias_is_a_vector(shape: tuple[int, ...]) -> None:
         "X": np.ones((2, 4), np.float32),
         "B": np.ones(shape, np.float32),
     }
-    with pytest.raises(KernelError, match="B must be a vector as long as X's last axis"):
+    with pytest.raises((KernelError, NodeError), match=r"must be dY \[\*S, C\], X \[\*S, C\], B \[C\]"):
         run_node(ortgrad.nodes.bias_gelu_grad_dx("dY", "X", "B", "dX"), feeds, "python")
 
 

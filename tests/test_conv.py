@@ -293,13 +293,17 @@ def conv_of_onnxruntime(x: np.ndarray, w: np.ndarray, attributes: Mapping[str, A
 
 
 BAD = {
-    "rank": ({"X": [1, 2, 5]}, {}, "must have one rank"),
-    "no spatial dimension": ({"X": [1, 2], "W": [2, 2], "dY": [1, 2]}, {}, "must have one rank"),
-    "kernel_shape": ({}, {"kernel_shape": [3, 2]}, r"kernel_shape \[3, 2\] differs"),
-    "channels": ({"X": [1, 3, 5, 5]}, {}, "has 3 channels"),
-    "group": ({"X": [1, 6, 5, 5]}, {"group": 3}, "group 3 does not divide"),
+    "rank": ({"X": [1, 2, 5]}, {}, r"must be dY \[N, 1\*M, Y0, \*Y\]"),
+    "no spatial dimension": (
+        {"X": [1, 2], "W": [2, 2], "dY": [1, 2]},
+        {},
+        r"must be dY \[N, 1\*M, Y0, \*Y\]",
+    ),
+    "kernel_shape": ({}, {"kernel_shape": [3, 2]}, r"W \[2, 2, 3, 3\] does not fit .*kernel_shape=\[3, 2\]"),
+    "channels": ({"X": [1, 3, 5, 5]}, {}, r"W \[2, 2, 3, 3\] does not fit with .*X \[1, 3, 5, 5\]"),
+    "group": ({"X": [1, 6, 5, 5]}, {"group": 3}, "does not fit .*group=3"),
     "dY": ({"dY": [1, 2, 3, 4]}, {}, r"dY has shape \[1, 2, 3, 4\], but Conv .* gives \[1, 2, 3, 3\]"),
-    "batch of dY": ({"dY": [2, 2, 3, 3]}, {}, r"dY has shape \[2, 2, 3, 3\]"),
+    "batch of dY": ({"dY": [2, 2, 3, 3]}, {}, r"does not fit with dY \[2, 2, 3, 3\]"),
     "strides": ({}, {"strides": [1]}, r"strides \[1\] must have one number"),
     "zero stride": ({}, {"strides": [0, 1]}, r"strides \[0, 1\] must be positive"),
     "dilations": ({}, {"dilations": [1, -1]}, "must be positive"),

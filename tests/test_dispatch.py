@@ -95,7 +95,13 @@ def test_a_failure_in_a_plain_session_is_an_exception_of_onnxruntime() -> None:
     session = plain_session(model)
     with pytest.raises(Fail) as caught:
         session.run(None, {"dY": np.ones((2, 3), np.float32), "X": np.ones((4, 3), np.float32)})
-    for part in ("my node", "ReluGrad", "dY: float32[2, 3]", "X: float32[4, 3]", "shapes must be equal"):
+    for part in (
+        "my node",
+        "ReluGrad",
+        "dY: float32[2, 3]",
+        "X: float32[4, 3]",
+        "the shapes must be dY [*S], X [*S]",
+    ):
         assert part in str(caught.value)
     np.testing.assert_array_equal(session.run(None, FEEDS)[0], [1, 0, 3])
 

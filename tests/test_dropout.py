@@ -145,9 +145,9 @@ def test_what_is_not_finite_is_dropped_too(kernels: str) -> None:
         ({"ratio": np.array([1.0], np.float32)}, r"ratio must be in \[0, 1\), it is 1\.0"),
         ({"ratio": np.array([-0.5], np.float32)}, r"ratio must be in \[0, 1\), it is -0\.5"),
         ({"ratio": np.array([np.nan], np.float32)}, r"ratio must be in \[0, 1\), it is nan"),
-        ({"ratio": np.zeros(2, np.float32)}, r"ratio must be one value, it has the shape \[2\]"),
-        ({"training_mode": np.zeros(0, bool)}, r"training_mode must be one value, it has the shape \[0\]"),
-        ({"mask": np.ones((4,), bool)}, r"the shapes must be equal: dY has \[3\], mask has \[4\]"),
+        ({"ratio": np.zeros(2, np.float32)}, r"ratio \[2\] does not fit"),
+        ({"training_mode": np.zeros(0, bool)}, r"training_mode \[0\] does not fit"),
+        ({"mask": np.ones((4,), bool)}, r"mask \[4\] does not fit with dY \[3\]"),
     ],
 )
 def test_wrong_inputs(operator: str, wrong: dict[str, np.ndarray], text: str) -> None:
@@ -166,7 +166,7 @@ def test_wrong_inputs(operator: str, wrong: dict[str, np.ndarray], text: str) ->
 
 
 @pytest.mark.parametrize("ratio", [1.5, -0.5, np.nan])
-def test_a_wrong_ratio_shows_in_the_body_as_nan(ratio: float) -> None:
+def test_the_body_refuses_a_wrong_ratio(ratio: float) -> None:
     dy = np.ones(3, np.float32)
-    actual = compute("dropout_grad", "onnx", dY=dy, mask=dy > 0, ratio=np.array(ratio, np.float32))
-    assert np.isnan(actual).all()
+    with pytest.raises(Exception, match=r"DropoutGrad requires a ratio in \[0, 1\)|it requires a ratio"):
+        compute("dropout_grad", "onnx", dY=dy, mask=dy > 0, ratio=np.array(ratio, np.float32))

@@ -68,8 +68,3 @@ def test_what_is_masked_is_zero(dtype: type) -> None:
     kept = np.full_like(values, 7)
     kernels.keep_where(np.array([True, False, False, False, True]), values, out=kept)
     np.testing.assert_array_equal(kept, [1, 0, 0, 0, 0])
-
-
-def test_unequal_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"the shapes must be equal: dY has \[2\], X has \[2, 1\]"):
-        kernels.require_same_shape(dY=np.zeros(2), X=np.zeros((2, 1)))

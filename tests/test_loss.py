@@ -159,9 +159,9 @@ def test_float16_body_counts_beyond_its_range(ignore: int | None) -> None:
 WRONG: list[tuple[dict[str, np.ndarray], str]] = [
     ({"label": np.array([0, 3])}, "label 3 is out of range for 3 classes"),
     ({"label": np.array([-1, 0])}, "label -1 is out of range for 3 classes"),
-    ({"label": np.array([0, 0, 0])}, r"log_prob has \[2, 3\], label \[3\]"),
-    ({"weight": np.ones(2, np.float32)}, r"one value per class, \[3\], it has \[2\]"),
-    ({"dY": np.ones(2, np.float32)}, r"dY must be one value for reduction 'mean', it has \[2\]"),
+    ({"label": np.array([0, 0, 0])}, r"label \[3\] does not fit with log_prob \[2, 3\]"),
+    ({"weight": np.ones(2, np.float32)}, r"weight \[2\] does not fit"),
+    ({"dY": np.ones(2, np.float32)}, r"dY \[2\] does not fit .*reduction=mean"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_without_reduction_every_sample_has_its_gradient() -> None:
         "log_prob": np.zeros((2, 3), np.float32),
         "label": np.zeros(2, np.int64),
     }
-    with pytest.raises(KernelError, match=r"dY must have the shape of label, \[2\], it has \[1\]"):
+    with pytest.raises(KernelError, match=r"dY \[1\] does not fit with .*label \[2\].*reduction=none"):
         compute(feeds, "python", reduction="none")
 
 

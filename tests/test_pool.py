@@ -359,10 +359,10 @@ def test_max_pool_needs_no_attributes(kernels: str) -> None:
 
 BASE = {"kernel_shape": [2, 2], "strides": [2, 2]}
 MISTAKES = [
-    ((1, 1, 2, 2), (1, 1, 4), BASE, "must have batch, channels and the same number of spatial dimensions"),
-    ((2, 2), (4, 4), {"kernel_shape": [2]}, "at least one"),
-    ((1, 1, 2, 2), (1, 1, -4, 4), BASE, "X_shape [1, 1, -4, 4] must not be negative"),
-    ((1, 1, 2, 2), (1, 2, 4, 4), BASE, "must agree in batch and channels"),
+    ((1, 1, 2, 2), (1, 1, 4), BASE, "X_shape = [1, 1, 4] does not fit with dY [1, 1, 2, 2]"),
+    ((2, 2), (4, 4), {"kernel_shape": [2]}, "dY [2, 2] does not fit"),
+    ((1, 1, 2, 2), (1, 1, -4, 4), BASE, "X_shape = [1, 1, -4, 4] does not fit"),
+    ((1, 1, 2, 2), (1, 2, 4, 4), BASE, "X_shape = [1, 2, 4, 4] does not fit with dY [1, 1, 2, 2]"),
     ((1, 1, 2, 2), (1, 1, 4, 6), BASE, "gives [1, 1, 2, 3], but dY has [1, 1, 2, 2]"),
     ((1, 1, 2, 2), (1, 1, 2**40, 2**40), BASE, "but dY has [1, 1, 2, 2]"),
     # The output of an input that is one element too small is empty; of a smaller one there is none.
@@ -403,7 +403,7 @@ def test_mistakes(y: tuple[int, ...], x: tuple[int, ...], attributes: dict[str, 
         ([[[[0, 1], [8, 10]]], [[[16, 17], [18, 32]]]], "index 32 at [1, 0, 1, 1] is out of range"),
         # Counted per channel, as PyTorch does: within X, but in the wrong place.
         ([[[[0, 1], [8, 10]]], [[[0, 1], [8, 10]]]], "its batch and channel are [16, 32) of X"),
-        ([[[[0, 1]]], [[[16, 17]]]], "Indices [2, 1, 1, 2] must have the shape of dY [2, 1, 2, 2]"),
+        ([[[[0, 1]]], [[[16, 17]]]], "Indices [2, 1, 1, 2] does not fit with dY [2, 1, 2, 2]"),
     ],
 )
 @pytest.mark.parametrize("attributes", [BASE, {}], ids=["windows", "none"])
@@ -423,7 +423,7 @@ def test_wrong_indices(indices: Any, text: str, attributes: dict[str, Any]) -> N
         ({}, "kernel_shape is missing"),
         ({"kernel_shape": [3], "dilations": [2], "auto_pad": "SAME_UPPER"}, "give pads instead"),
         ({"kernel_shape": [1], "strides": [3], "auto_pad": "SAME_LOWER"}, "give pads instead"),
-        ({"kernel_shape": [3, 3]}, "kernel_shape [3, 3] must have one number for each of 1 spatial"),
+        ({"kernel_shape": [3, 3]}, "does not fit"),
         ({"kernel_shape": [0]}, "kernel_shape [0] must be positive"),
         ({"kernel_shape": [3], "strides": [0]}, "strides [0] must be positive"),
         ({"kernel_shape": [3], "pads": [1]}, "pads [1] must have two numbers"),
@@ -456,7 +456,7 @@ def test_storage_order_is_checked(kernels: str) -> None:
 def test_a_shape_of_the_wrong_rank() -> None:
     node = average_pool_grad("dY", "X_shape", "dX", **BASE)
     session = ortgrad.InferenceSession(ortgrad.nodes.make_model(node), kernels="python")
-    with pytest.raises(ortgrad.KernelError, match="must have batch, channels"):
+    with pytest.raises(ortgrad.KernelError, match="does not fit"):
         session.run(None, {"dY": np.ones((1, 1, 2, 2), np.float32), "X_shape": np.array([[1, 1, 4, 4]])})
 
 

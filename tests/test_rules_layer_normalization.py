@@ -138,16 +138,16 @@ def test_half_precision_bodies() -> None:
 
 
 ERRORS: list[tuple[str, list[tuple[int, ...]], dict[str, Any], str]] = [
-    ("layer_normalization_grad", [(2, 3), (2, 4), (4,), (2, 1), (2, 1)], {}, "shapes must be equal"),
-    ("layer_normalization_grad", [(2, 3), (2, 3), (2,), (2, 1), (2, 1)], {}, "scale must have the shape"),
-    ("layer_normalization_grad", [(2, 3), (2, 3), (3,), (3, 1), (2, 1)], {}, "mean must have one value"),
+    ("layer_normalization_grad", [(2, 3), (2, 4), (4,), (2, 1), (2, 1)], {}, "does not fit"),
+    ("layer_normalization_grad", [(2, 3), (2, 3), (2,), (2, 1), (2, 1)], {}, r"scale \[2\] does not fit"),
+    ("layer_normalization_grad", [(2, 3), (2, 3), (3,), (3, 1), (2, 1)], {}, r"mean \[3, 1\] does not fit"),
     (
         "layer_normalization_grad",
         [(2, 3), (2, 3), (3,), (2, 1), (2, 1)],
         {"axis": 2},
-        "axis 2 is out of range",
+        "does not fit.*axis=2",
     ),
-    ("invertible_layer_normalization_grad", [(2, 3), (2, 3), (3,), (2,), (2, 1)], {}, "shapes must be equal"),
+    ("invertible_layer_normalization_grad", [(2, 3), (2, 3), (3,), (2,), (2, 1)], {}, "does not fit"),
 ]
 
 
@@ -158,7 +158,7 @@ def test_errors(
     names = "abcde"
     node = getattr(ortgrad.nodes, builder)(*names, ["x", "y", "z"], **attributes)
     feeds = {name: normal(*shape) for name, shape in zip(names, shapes, strict=True)}
-    with pytest.raises(ortgrad.KernelError, match=message):
+    with pytest.raises((ortgrad.KernelError, ortgrad.NodeError), match=message):
         run_node(node, feeds, "python")
 
 

@@ -128,7 +128,7 @@ def test_a_masked_class_has_no_gradient(kernels: str) -> None:
 @pytest.mark.parametrize("axis", [2, -3])
 def test_the_axis_must_be_in_range(operator: str, axis: int, kernels: str) -> None:
     y = np.ones((2, 3), np.float32)
-    with pytest.raises((KernelError, NodeError), match=f"axis {axis} is out of range for a tensor"):
+    with pytest.raises((KernelError, NodeError), match=f"does not fit.*axis={axis}"):
         compute(operator, y, y, axis, kernels)
 
 
@@ -139,6 +139,6 @@ def test_shapes_must_be_equal(operator: str) -> None:
     )
     session = ortgrad.InferenceSession(model, kernels="python")
     y = np.full((2, 3), 1 / 3, np.float32)
-    with pytest.raises(KernelError, match=r"the shapes must be equal: dY has \[1, 3\], Y has \[2, 3\]"):
+    with pytest.raises(KernelError, match=r"Y \[2, 3\] does not fit with dY \[1, 3\]"):
         session.run(None, {"dY": y[:1], "Y": y})
     assert session.run(None, {"dY": y, "Y": y})[0].shape == (2, 3)

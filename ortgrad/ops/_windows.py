@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.bodies import Ops
 
 AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 
@@ -41,6 +47,19 @@ class Windows:
         return tuple(
             (o - 1) * s + e for o, s, e in zip(self.outputs, self.strides, self.extents, strict=True)
         )
+
+
+def spatial(kernel_shape: Sequence[int] | None) -> tuple[str, str, str]:
+    """Patterns of the spatial dimensions of output, input and kernel; there is at least one."""
+    if not kernel_shape:
+        return "Y0 *Y", "S0 *S:Y", "K0 *K:Y"
+    per_dimension("kernel_shape", kernel_shape, len(kernel_shape))
+    numbers = range(len(kernel_shape))
+    return (
+        " ".join(f"Y{i}" for i in numbers),
+        " ".join(f"S{i}" for i in numbers),
+        " ".join(map(str, kernel_shape)),
+    )
 
 
 def windows(
@@ -83,6 +102,59 @@ def windows(
             count -= 1
         outputs.append(count)
     return Windows(tuple(sizes), tuple(outputs), kernel, strides, dilations, heads, tails)
+
+
+def require_outputs(
+    op: Ops,
+    dy: ir.Value,
+    sizes: Sequence[int] | ir.Value,
+    kernel: Sequence[int],
+    *,
+    auto_pad: str,
+    strides: Sequence[int] | None,
+    dilations: Sequence[int] | None,
+    pads: Sequence[int] | None,
+    ceil_mode: int = 0,
+) -> ir.Value:
+    """dY, which must have as many spatial positions as there are windows over an input of these sizes."""
+    rank = len(kernel)
+    kernel = per_dimension("kernel_shape", kernel, rank)
+    steps, gaps = per_dimension("strides", strides, rank), per_dimension("dilations", dilations, rank)
+    heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)
+    what = f"dY [N, M, *Y] with one Y for each window of {list(kernel)} over X"
+    known = None if dy.shape is None else tuple(dy.shape)[2:]
+    if isinstance(sizes, Sequence) and known is not None and all(isinstance(n, int) for n in known):
+        win = windows(
+            sizes,
+            kernel,
+            auto_pad=auto_pad,
+            strides=strides,
+            dilations=dilations,
+            pads=pads,
+            ceil_mode=bool(ceil_mode),
+        )
+        if win.outputs != known:
+            raise ValueError(
+                f"windows of {list(kernel)} over an X of spatial size {list(sizes)} give "
+                f"{list(win.outputs)}, but dY has {list(known)}"
+            )
+        return dy
+    # Div rounds towards zero, so what is divided is not negative.
+    if auto_pad.startswith("SAME"):
+        outputs = op.Div(op.Add(sizes, [s - 1 for s in steps]), list(steps))
+    else:
+        padding = [h + t - (k - 1) * d - 1 for h, t, k, d in zip(heads, tails, kernel, gaps, strict=True)]
+        room = op.Max(op.Add(sizes, padding), [-s for s in steps])
+        if not ceil_mode:
+            outputs = op.Div(op.Add(room, list(steps)), list(steps))
+        else:
+            count = op.Div(op.Add(room, [2 * s - 1 for s in steps]), list(steps))
+            # A window that starts behind the input and its head padding is left out.
+            starts = op.Div(
+                op.Add(sizes, [h + s - 1 for h, s in zip(heads, steps, strict=True)]), list(steps)
+            )
+            outputs = op.Max(op.Sub(count, 1), op.Min(count, starts))
+    return op.require(dy, [op.Sub(op.Shape(dy, start=2), outputs)], what)
 
 
 def per_dimension(name: str, values: Sequence[int] | None, rank: int) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.kernels import require_same_shape
 from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ def _shapes(
     inputs=["accumulation_buffer", "value: T_GRAD", "overwrite_flag?: bool"],
     outputs=["updated_flag: bool", "accumulation_buffer_out?"],
     shapes=_shapes,
+    dims={"accumulation_buffer": "*S", "value": "*S", "overwrite_flag": "1^any"},
     types={"T": FLOATS, "T_GRAD": FLOATS},
 )
 def in_place_accumulator_v2(
@@ -40,9 +40,6 @@ def in_place_accumulator_v2(
 
     onnxruntime-training also changes the buffer itself; here the sum is an output and nothing else.
     """
-    require_same_shape(accumulation_buffer=buffer, value=value)
-    if overwrite is not None and overwrite.size != 1:
-        raise ValueError(f"overwrite_flag must be one value, it has the shape {list(overwrite.shape)}")
     updated = np.ones(1, np.bool_)
     if not wanted[1]:
         return updated, None

@@ -9,7 +9,7 @@ import numpy as np
 
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import elementwise, keep_where, require_same_shape
+from ortgrad.kernels import elementwise, keep_where
 from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from ortgrad.bodies import Ops
 
 
-@operator("ReluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X")
+_LIKE_X = {"dY": "*S", "X": "*S"}
+_LIKE_Y = {"dY": "*S", "Y": "*S"}
+
+
+@operator("ReluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def relu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY where X > 0, else 0"""
-    require_same_shape(dY=dy, X=x)
     return elementwise(lambda dx, dy, x: keep_where(x > 0, dy, out=dx), empty(0, x.shape), dy, x)
 
 
@@ -30,10 +33,9 @@ def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
     return op.Where(op.Greater(x, 0.0), dy, 0.0)
 
 
-@operator("SigmoidGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y")
+@operator("SigmoidGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
 def sigmoid_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * Y * (1 - Y)"""
-    require_same_shape(dY=dy, Y=y)
     return elementwise(_sigmoid_grad, empty(0, y.shape), dy, y)
 
 
@@ -48,10 +50,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(dy, y), op.Sub(1.0, y))
 
 
-@operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y")
+@operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
 def tanh_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (1 - Y^2)"""
-    require_same_shape(dY=dy, Y=y)
     return elementwise(_tanh_grad, empty(0, y.shape), dy, y)
 
 
@@ -66,10 +67,11 @@ def _(op: Ops, dy: ir.Value, y: ir.Value) -> ir.Value:
     return op.Mul(dy, op.Sub(1.0, op.Mul(y, y)))
 
 
-@operator("LeakyReluGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"alpha": 0.01})
+@operator(
+    "LeakyReluGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y, attributes={"alpha": 0.01}
+)
 def leaky_relu_grad(dy: np.ndarray, y: np.ndarray, *, alpha: float, empty: Empty) -> np.ndarray:
     """dX = dY where Y > 0, else alpha * dY"""
-    require_same_shape(dY=dy, Y=y)
     _require_slope(alpha)
 
     def grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
@@ -101,10 +103,11 @@ def _require_slope(alpha: float) -> None:
         )
 
 
-@operator("QuickGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", attributes={"alpha": 1.702})
+@operator(
+    "QuickGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X, attributes={"alpha": 1.702}
+)
 def quick_gelu_grad(dy: np.ndarray, x: np.ndarray, *, alpha: float, empty: Empty) -> np.ndarray:
     """dX = dY * s * (1 + alpha X (1 - s)), s = sigmoid(alpha X)"""
-    require_same_shape(dY=dy, X=x)
 
     def grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
         np.multiply(x, -alpha, out=dx)
@@ -148,10 +151,9 @@ def _gated_body(op: Ops, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(dy, s), op.Add(op.Mul(xdu, rest), 1.0))
 
 
-@operator("FastGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X")
+@operator("FastGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def fast_gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * d/dX [0.5 X (1 + tanh(sqrt(2/pi) (X + 0.044715 X^3)))]"""
-    require_same_shape(dY=dy, X=x)
     return elementwise(_fast_gelu_grad, empty(0, x.shape), dy, x)
 
 
@@ -183,10 +185,9 @@ def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
     return _gated_body(op, dy, u, xdu)
 
 
-@operator("GeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X")
+@operator("GeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X) + X phi(X)), Phi and phi the normal distribution and its density"""
-    require_same_shape(dY=dy, X=x)
     return elementwise(_gelu_grad, empty(0, x.shape), dy, x)
 
 
@@ -195,14 +196,15 @@ def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
     return _gelu_body(op, dy, x)
 
 
-@operator("BiasGeluGrad_dX", inputs=["dY", "X", "B"], outputs=["dX"], shapes="X")
+@operator(
+    "BiasGeluGrad_dX",
+    inputs=["dY", "X", "B"],
+    outputs=["dX"],
+    shapes="X",
+    dims={"dY": "*S C", "X": "*S C", "B": "C"},
+)
 def bias_gelu_grad_dx(dy: np.ndarray, x: np.ndarray, b: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X + B) + (X + B) phi(X + B)), B added along the last axis"""
-    require_same_shape(dY=dy, X=x)
-    if b.ndim != 1 or x.shape[-1:] != b.shape:
-        raise ValueError(
-            f"B must be a vector as long as X's last axis: B has {list(b.shape)}, X has {list(x.shape)}"
-        )
     return elementwise(_gelu_grad, empty(0, x.shape), dy, x + b)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise, require_same_shape
+from ortgrad.kernels import blockwise
 from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
 from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
 
@@ -30,6 +30,7 @@ def _batch_shapes(_: Operand, x: Operand, scale: Operand, *__: Operand, **___: A
     inputs=["dY: T", "X: T", "scale: T1", "mean: T2", "variance: T2"],
     outputs=["X_grad?: T", "scale_grad?: T1", "bias_grad?: T1"],
     shapes=_batch_shapes,
+    dims={"dY": "N *S", "X": "N *S", "scale": "C", "mean": "C", "variance": "C"},
     attributes={"epsilon": 1e-5},
     types={"T": FLOATS, "T1": FLOATS, "T2": FLOATS},
 )
@@ -50,7 +51,6 @@ def batch_normalization_grad(
     the latter comes in as the input `variance`, whatever its name says, and `epsilon` is in it already.
     bias_grad = sum(dY) and scale_grad = sum(dY * N) are sums over the n values of a channel.
     """
-    require_same_shape(dY=dy, X=x)
     _check_channels(x, scale=scale, mean=mean, variance=inv)
     kind = x.dtype
     mean, inv = mean.astype(kind, copy=False), inv.astype(kind, copy=False)
@@ -97,6 +97,7 @@ def _(
     wanted: tuple[bool, ...],
 ) -> list[ir.Value]:
     rank = op.rank(x)
+    dy = _require_channels(op, dy, x, scale, rank)
     mean, inv = cast_like(op, mean, x), cast_like(op, inv, x)
     centred = op.Sub(x, _on_channels(op, mean, rank))
     total = _channel_sum(op, dy, rank)
@@ -119,6 +120,7 @@ def _internal_shapes(x: Operand, scale: Operand, *_: Operand, **__: Any) -> list
     inputs=["X: T", "scale: T1", "B: T1", "input_mean: T2", "input_var: T2"],
     outputs=["Y: T", "running_mean?: T2", "running_var?: T2", "saved_mean?: T2", "saved_inv_std?: T2"],
     shapes=_internal_shapes,
+    dims={"X": "N *S", "scale": "C", "B": "C", "input_mean": "C", "input_var": "C"},
     attributes={"epsilon": 1e-5, "momentum": 0.9, "training_mode": 1},
     types={"T": FLOATS, "T1": FLOATS, "T2": FLOATS},
 )
@@ -191,6 +193,7 @@ def _(
 ) -> list[ir.Value]:
     _check_internal(training_mode, wanted)
     rank = op.rank(x)
+    x = _require_channels(op, x, x, scale, rank)
     mean, var = cast_like(op, input_mean, x), cast_like(op, input_var, x)
     if training_mode:
         mean = _channel_mean(op, x, rank)
@@ -222,6 +225,19 @@ def _check_channels(x: np.ndarray, **vectors: np.ndarray) -> None:
                 f"{name} must have one value per channel of X {list(x.shape)}, [{channels}], "
                 f"it has {list(vector.shape)}"
             )
+
+
+def _require_channels(op: Ops, value: ir.Value, x: ir.Value, scale: ir.Value, rank: int) -> ir.Value:
+    """The value; scale, and all that is as long, must have one number per channel of X."""
+    known = [
+        None if v.shape is None else v.shape[i] for v, i in ((x, 1), (scale, 0)) if rank > 1 or v is scale
+    ]
+    if rank > 1 and all(isinstance(n, int) for n in known):
+        if known[0] != known[1]:
+            raise ValueError(f"scale must have one value per channel of X, [{known[0]}], it has [{known[1]}]")
+        return value
+    channels = op.Shape(x, start=1, end=2) if rank > 1 else [1]
+    return op.require(value, [op.Sub(op.Shape(scale), channels)], "X [N, C, ...], scale [C]")
 
 
 def _channels(x: np.ndarray) -> np.ndarray:

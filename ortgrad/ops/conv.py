@@ -12,7 +12,15 @@ import numpy as np
 
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
+from ortgrad.ops._windows import (
+    AUTO_PADS,
+    Windows,
+    explicit_pads,
+    per_dimension,
+    require_outputs,
+    spatial,
+    windows,
+)
 from ortgrad.registry import Choice, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
@@ -37,11 +45,19 @@ def _shapes(dy: Operand, x: Operand, w: Operand, **_: Any) -> Sequence[Shape | N
     return [x.shape, w.shape, w.shape[:1] if w.shape else None]
 
 
+def _dims(*, group: int, kernel_shape: list[int] | None, **_: Any) -> dict[str, str]:
+    if group < 1:
+        raise ValueError(f"group is {group}; it must be positive")
+    y, x, kernel = spatial(kernel_shape)
+    return {"dY": f"N {group}*M {y}", "X": f"N {group}*C {x}", "W": f"{group}*M C {kernel}"}
+
+
 @operator(
     "ConvGrad",
     inputs=["dY", "X", "W"],
     outputs=["dX?", "dW?", "dB?"],
     shapes=_shapes,
+    dims=_dims,
     attributes={
         "auto_pad": Choice(*AUTO_PADS),
         "dilations": list[int],
@@ -66,7 +82,6 @@ def conv_grad(
     empty: Empty,
 ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """dX = W turned, convolved with dY; dW = X correlated with dY; dB = sum of dY"""
-    _check(x, w, kernel_shape, group)
     win = windows(
         x.shape[2:], w.shape[2:], auto_pad=auto_pad, strides=strides, dilations=dilations, pads=pads
     )
@@ -87,22 +102,6 @@ def conv_grad(
     if wanted[0] or wanted[1]:
         through(dy, x, w, win, group, dx, dw)
     return dx, dw, db
-
-
-def _check(x: np.ndarray, w: np.ndarray, kernel_shape: Sequence[int] | None, group: int) -> None:
-    if x.ndim < 3 or w.ndim != x.ndim:
-        raise ValueError(
-            f"X {list(x.shape)} and W {list(w.shape)} must have one rank: two dimensions and the spatial ones"
-        )
-    if kernel_shape and tuple(kernel_shape) != w.shape[2:]:
-        raise ValueError(f"kernel_shape {kernel_shape} differs from that of W {list(w.shape)}")
-    if group < 1 or len(w) % group:
-        raise ValueError(f"group {group} does not divide the {len(w)} output channels of W {list(w.shape)}")
-    if x.shape[1] != w.shape[1] * group:
-        raise ValueError(
-            f"X {list(x.shape)} has {x.shape[1]} channels, but W {list(w.shape)} with group {group} "
-            f"needs {w.shape[1] * group}"
-        )
 
 
 def _sum_over_positions(dy: np.ndarray) -> np.ndarray:
@@ -356,6 +355,10 @@ def _(
         form = _Form.of(x, kernel, auto_pad, strides, dilations, pads)
     except ValueError as error:
         raise NodeError(str(error)) from error
+    sizes = op.Shape(x, start=2) if None in form.sizes else [n for n in form.sizes if n is not None]
+    dy = require_outputs(
+        op, dy, sizes, kernel, auto_pad=auto_pad, strides=strides, dilations=dilations, pads=pads
+    )
     axes = [0, *range(2, 2 + len(kernel))]
     return (
         _dx_body(op, dy, x, w, form, group) if wanted[0] else None,

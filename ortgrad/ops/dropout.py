@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import elementwise, keep_where, require_same_shape
+from ortgrad.kernels import elementwise, keep_where
 from ortgrad.registry import FLOATS, Empty, operator
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ _CONTRACT: dict[str, Any] = {
     "inputs": ["dY", "mask?: bool", "ratio?: T1", "training_mode?: bool"],
     "outputs": ["dX"],
     "shapes": "dY",
+    "dims": {"dY": "*S", "mask": "*S", "ratio": "1^any", "training_mode": "1^any"},
     "forward_attributes": ["seed"],
     "types": {"T": FLOATS, "T1": FLOATS},
 }
@@ -35,12 +36,10 @@ def dropout_grad(
     empty: Empty,
 ) -> np.ndarray:
     """dX = dY / (1 - ratio) where mask, else 0; dY itself without mask or out of training mode"""
-    if mask is not None:
-        require_same_shape(dY=dy, mask=mask)
-    rate = _DEFAULT_RATIO if ratio is None else float(_single("ratio", ratio))
+    rate = _DEFAULT_RATIO if ratio is None else float(ratio.reshape(()))
     if not 0 <= rate < 1:
         raise ValueError(f"ratio must be in [0, 1), it is {rate}")
-    training = training_mode is None or bool(_single("training_mode", training_mode))
+    training = training_mode is None or bool(training_mode.reshape(()))
     if mask is None or not training:
         return dy
     scale = 1 / (1 - rate)
@@ -81,18 +80,13 @@ def _(
         if dy.dtype is not None and ratio.dtype is not None and dy.dtype.itemsize > ratio.dtype.itemsize:
             ratio = op.CastLike(ratio, dy)
         valid = op.And(op.GreaterOrEqual(ratio, 0.0), op.Less(ratio, 1.0))
+        dy = op.require(dy, [op.Unsqueeze(op.Not(valid), [0])], "a ratio in [0, 1)")
         scale = op.Where(valid, op.Reciprocal(op.Sub(1.0, ratio)), float("nan"))
         scaled = op.Mul(dy, op.CastLike(scale, dy))
     dropped = op.Where(mask, scaled, 0.0)
     if training_mode is None:
         return dropped
     return op.Where(op.Reshape(training_mode, np.zeros(0, np.int64)), dropped, dy)
-
-
-def _single(name: str, array: np.ndarray) -> Any:
-    if array.size != 1:
-        raise ValueError(f"{name} must be one value, it has the shape {list(array.shape)}")
-    return array.reshape(-1)[0]
 
 
 @gradient("Dropout")

@@ -18,6 +18,7 @@ from ortgrad.recurrent import (
     become,
     blocks,
     clipper,
+    input_dims,
     join,
     outer,
     output_shapes,
@@ -54,6 +55,16 @@ _ZR_H = (2, 1)
 _ATTRIBUTES = {**ATTRIBUTES, "linear_before_reset": 0}
 
 
+# What the patterns of the inputs are.
+_READ = {**{name: name for name in ("X", "R", "W", "B", "SL")}, "H0": "state"}
+_KEPT = _READ | {"HAll": "states", "ZRH": "gates", "dHAll": "states", "dHFinal": "state"}
+
+
+def _dims(kinds: dict[str, str], **attributes: Any) -> dict[str, str]:
+    patterns = input_dims(3, **attributes)
+    return {name: patterns[kind] for name, kind in kinds.items()}
+
+
 def _training_shapes(*operands: Operand | None, **attributes: Any) -> Sequence[Shape | None]:
     x, r = operands[0], operands[2]
     all_, final = output_shapes(x, r, **attributes)
@@ -74,6 +85,7 @@ def _gradient_shapes(*operands: Operand | None, **attributes: Any) -> Sequence[S
     inputs=["X", "W", "R", "B?", "SL?: int32", "H0?"],
     outputs=["HAll?", "HFinal?", "ZRH?"],
     shapes=_training_shapes,
+    dims=lambda **attributes: _dims(_READ, **attributes),
     attributes=_ATTRIBUTES,
     auto="onnx",
 )
@@ -210,6 +222,7 @@ def _scan_forward(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value, ir.Value, 
     inputs=["X", "W", "R", "B?", "SL?: int32", "H0?", "HAll", "ZRH", "dHAll?", "dHFinal?"],
     outputs=["dX?", "dW?", "dR?", "dB?", "dH0?"],
     shapes=_gradient_shapes,
+    dims=lambda **attributes: _dims(_KEPT, **attributes),
     attributes=_ATTRIBUTES,
     auto="onnx",
 )

@@ -7,11 +7,12 @@ go through ScatterElements, which works on one thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortgrad.contracts import with_axis
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.registry import FLOATS, INTEGERS, Empty, Operand, Shape, operator
 
@@ -36,13 +37,6 @@ def shape_of(operand: Operand | None) -> Shape | None:
     return None
 
 
-def dimensions(shape: np.ndarray) -> tuple[int, ...]:
-    """The input `shape` of a kernel as a tuple."""
-    if shape.ndim != 1 or (shape < 0).any():
-        raise ValueError(f"shape must be a vector of lengths, not {shape.tolist()}")
-    return tuple(int(d) for d in shape)
-
-
 def size_of(op: Ops, value: ir.Value) -> ir.Value:
     """The number of elements as a vector of one."""
     if value.shape is not None and value.shape.is_static():
@@ -55,7 +49,9 @@ def scatter_back(
 ) -> ir.Value:
     """Add each element of dY to the place that `select` took it from; no place twice if `unique`."""
     places = op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape, allowzero=1)
-    return _scatter_flat(op, dy, shape, select(places), unique)
+    selected = select(places)
+    dy = op.require_shape(dy, selected, "dY of the shape of what is selected")
+    return _scatter_flat(op, dy, shape, selected, unique)
 
 
 def _scatter_flat(
@@ -83,17 +79,6 @@ def _positive(indices: np.ndarray, length: int) -> np.ndarray:
     return indices.astype(np.intp, copy=False)
 
 
-def _axis(axis: int, rank: int) -> int:
-    if not -rank <= axis < rank:
-        raise ValueError(f"axis {axis} does not exist in {rank} dimensions")
-    return axis % rank
-
-
-def _require_shape(dy: np.ndarray, expected: Sequence[int]) -> None:
-    if dy.shape != tuple(expected):
-        raise ValueError(f"dY has shape {list(dy.shape)}, the selection has {list(expected)}")
-
-
 def _add_rows(dx: np.ndarray, rows: np.ndarray, dy: np.ndarray) -> None:
     """dx[rows[i]] += dy[i], in place, for arrays of two axes."""
     width = dx.shape[1]
@@ -105,11 +90,18 @@ def _add_rows(dx: np.ndarray, rows: np.ndarray, dy: np.ndarray) -> None:
         np.add.at(flat, positions.reshape(-1), dy[i : i + step].reshape(-1))
 
 
+def _gather_dims(*, axis: int) -> dict[str, str]:
+    x = with_axis(axis).split()
+    place = axis + (axis < 0) * len(x)
+    return {"indices": "*I", "shape[]": " ".join(x), "dY": " ".join([*x[:place], "*I", *x[place + 1 :]])}
+
+
 @operator(
     "GatherGrad",
     inputs=["shape: I", "indices: Tind", "dY"],
     outputs=["dX"],
     shapes=lambda shape, *_, **__: [shape_of(shape)],
+    dims=_gather_dims,
     attributes={"axis": 0},
     types={"T": FLOATS, "I": INTEGERS, "Tind": INTEGERS},
     auto="python",
@@ -118,10 +110,9 @@ def gather_grad(
     shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, axis: int, empty: Empty
 ) -> np.ndarray:
     """dX[indices] += dY along an axis, dX = 0 before"""
-    dims = dimensions(shape)
-    axis = _axis(axis, len(dims))
+    dims = tuple(shape.tolist())
+    axis %= len(dims)
     outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
-    _require_shape(dy, dims[:axis] + indices.shape + dims[axis + 1 :])
     rows = _positive(indices, length).reshape(-1)
     dx = empty(0, dims)
     dx.fill(0)
@@ -143,6 +134,8 @@ def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -
     length = op.Gather(shape, axis)
     # outer axes, indices, inner axes
     rows = op.Reshape(op.Cast(indices, to=_INT64), [1, -1] if axis == rank - 1 else [1, -1, 1])
+    outside = op.Or(op.Less(rows, op.Neg(length)), op.GreaterOrEqual(rows, length))
+    dy = op.require(dy, [outside], "indices that the axis has")
     rows = op.Where(op.Less(rows, 0), op.Add(rows, length), rows)
     if axis > 0:
         outer = op.ReduceProd(op.Slice(shape, [0], [axis]), keepdims=0)
@@ -159,6 +152,11 @@ def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -
     inputs=["dY", "shape: int64", "indices: Tind"],
     outputs=["dX"],
     shapes=lambda dy, shape, *_, **__: [shape_of(shape)],
+    dims=lambda axis: {
+        "indices": with_axis(axis),
+        "dY": with_axis(axis),
+        "shape[]": _as_many(with_axis(axis)),
+    },
     attributes={"axis": 0},
     types={"T": FLOATS, "Tind": INTEGERS},
 )
@@ -166,12 +164,9 @@ def gather_elements_grad(
     dy: np.ndarray, shape: np.ndarray, indices: np.ndarray, *, axis: int, empty: Empty
 ) -> np.ndarray:
     """dX[.., indices[i], ..] += dY[.., i, ..] along an axis, dX = 0 before"""
-    dims = dimensions(shape)
-    axis = _axis(axis, len(dims))
-    _require_shape(dy, indices.shape)
-    if dy.ndim != len(dims) or any(
-        n > d for i, (n, d) in enumerate(zip(dy.shape, dims, strict=False)) if i != axis
-    ):
+    dims = tuple(shape.tolist())
+    axis %= len(dims)
+    if any(n > d for i, (n, d) in enumerate(zip(dy.shape, dims, strict=True)) if i != axis):
         raise ValueError(f"indices of shape {list(indices.shape)} do not fit into {list(dims)}")
     positions = _positive(indices, dims[axis]) * math.prod(dims[axis + 1 :])
     for i, n in enumerate(dy.shape):
@@ -193,11 +188,24 @@ def _(op: Ops, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int) -
     return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
 
 
+def _as_many(pattern: str) -> str:
+    """The pattern of as many dimensions, which may be others."""
+    return " ".join(f"*X:{token[1:]}" if token.startswith("*") else f"X{token}" for token in pattern.split())
+
+
+def _gather_nd_dims(*, batch_dims: int) -> dict[str, str]:
+    if batch_dims < 0:
+        raise ValueError(f"batch_dims is {batch_dims}; it must not be negative")
+    batch = " ".join(f"B{i}" for i in range(batch_dims))
+    return {"shape[]": f"{batch} *D", "indices": f"{batch} *I depth", "dY": f"{batch} *Y"}
+
+
 @operator(
     "GatherNDGrad",
     inputs=["shape: int64", "indices: int64", "dY"],
     outputs=["dX"],
     shapes=lambda shape, *_, **__: [shape_of(shape)],
+    dims=_gather_nd_dims,
     attributes={"batch_dims": 0},
     auto="python",
 )
@@ -205,14 +213,15 @@ def gather_nd_grad(
     shape: np.ndarray, indices: np.ndarray, dy: np.ndarray, *, batch_dims: int, empty: Empty
 ) -> np.ndarray:
     """dX[indices[i]] += dY[i], dX = 0 before, in each of the leading `batch_dims` axes"""
-    dims = dimensions(shape)
-    depth = indices.shape[-1] if indices.ndim else 0
-    end = batch_dims + depth
-    if indices.ndim <= batch_dims or end > len(dims) or indices.shape[:batch_dims] != dims[:batch_dims]:
+    dims = tuple(shape.tolist())
+    end = batch_dims + indices.shape[-1]
+    if end > len(dims):
         raise ValueError(
             f"indices of shape {list(indices.shape)} do not fit {list(dims)} with batch_dims {batch_dims}"
         )
-    _require_shape(dy, indices.shape[:-1] + dims[end:])
+    expected = indices.shape[:-1] + dims[end:]
+    if dy.shape != expected:
+        raise ValueError(f"dY has shape {list(dy.shape)}, the selection has {list(expected)}")
     batch = math.prod(dims[:batch_dims])
     rows = np.arange(batch).reshape(-1, *[1] * (indices.ndim - 1 - batch_dims))
     indices = indices.reshape(batch, *indices.shape[batch_dims:])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise, require_same_shape
+from ortgrad.kernels import blockwise
 from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
 from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
 
@@ -32,11 +32,24 @@ def _layer_shapes(outputs: int) -> Callable[..., Sequence[Shape | None]]:
     return shapes
 
 
+def _layer_dims(axis: int, x: str, *statistics: str, bias: bool = False) -> dict[str, str]:
+    if axis < 0:
+        outer, inner = "*O", " ".join(f"D{i}" for i in range(-axis))
+        ones = " ".join("1" for _ in range(-axis))
+    else:
+        outer, inner, ones = " ".join(f"O{i}" for i in range(axis)), "D0 *D", "1 1^D"
+    dims = {"Y_grad": f"{outer} {inner}", x: f"{outer} {inner}", "scale": inner}
+    if bias:
+        dims["bias"] = inner
+    return dims | dict.fromkeys(statistics, f"{outer} {ones}")
+
+
 @operator(
     "LayerNormalizationGrad",
     inputs=["Y_grad: V", "X: T", "scale: V", "mean: U", "inv_std_dev: U"],
     outputs=["X_grad?: T", "scale_grad?: V", "bias_grad?: V"],
     shapes=_layer_shapes(3),
+    dims=lambda axis: _layer_dims(axis, "X", "mean", "inv_std_dev"),
     attributes={"axis": -1},
     forward_attributes=_FORWARD_ATTRIBUTES,
     types=_TYPES,
@@ -57,7 +70,7 @@ def layer_normalization_grad(
     The means are over all axes from `axis` on; scale_grad = sum(dY * N) and bias_grad = sum(dY) are
     sums over the axes before it.
     """
-    mean, inv = _per_row("mean", mean, x, axis), _per_row("inv_std_dev", inv, x, axis)
+    mean, inv = _per_row(mean, x), _per_row(inv, x)
 
     def normalize(n: np.ndarray, x: np.ndarray, inv: np.ndarray, mean: np.ndarray) -> None:
         np.subtract(x, mean, out=n)
@@ -88,6 +101,7 @@ def _(
     inputs=["Y_grad: V", "X: T", "scale: V", "inv_std_var: U"],
     outputs=["X_grad?: T", "scale_grad?: V"],
     shapes=_layer_shapes(2),
+    dims=lambda axis: _layer_dims(axis, "X", "inv_std_var"),
     attributes={"axis": -1},
     forward_attributes=_FORWARD_ATTRIBUTES,
     types=_TYPES,
@@ -106,7 +120,7 @@ def simplified_layer_normalization_grad(
 
     The mean is over all axes from `axis` on; scale_grad = sum(dY * N) is a sum over the axes before it.
     """
-    inv = _per_row("inv_std_var", inv, x, axis)
+    inv = _per_row(inv, x)
 
     def normalize(n: np.ndarray, x: np.ndarray, inv: np.ndarray) -> None:
         np.multiply(x, inv, out=n)
@@ -134,6 +148,7 @@ def _(
     inputs=["Y_grad: V", "Y: V", "scale: V", "bias: V", "inv_std_var: U"],
     outputs=["X_grad?: V", "scale_grad?: V", "bias_grad?: V"],
     shapes=_layer_shapes(3),
+    dims=lambda axis: _layer_dims(axis, "Y", "inv_std_var", bias=True),
     attributes={"axis": -1},
     forward_attributes=_FORWARD_ATTRIBUTES,
     types={"V": FLOATS, "U": ("float32", "float64")},
@@ -152,8 +167,7 @@ def invertible_layer_normalization_grad(
     """LayerNormalizationGrad with N = (Y - bias) / scale, so that X need not be kept"""
     if not scale.all():
         raise ValueError("scale holds a 0, so Y does not tell what X was")
-    require_same_shape(scale=scale, bias=bias)
-    inv = _per_row("inv_std_var", inv, y, axis)
+    inv = _per_row(inv, y)
 
     def normalize(n: np.ndarray, y: np.ndarray, inv: np.ndarray) -> None:
         np.subtract(y, bias.reshape(-1), out=n)
@@ -174,6 +188,7 @@ def _(
     axis: int,
     wanted: tuple[bool, ...],
 ) -> list[ir.Value | None]:
+    dy = op.require(dy, [op.Equal(scale, 0.0)], "a scale without 0, or else Y does not tell what X was")
     scaled = op.Sub(_flat(op, y, axis, inv), _flat(op, bias, 0, inv))
     normalized = op.Div(scaled, _flat(op, scale, 0, inv))
     return _layer_body(op, dy, y, scale, normalized, inv, axis, centre=True)
@@ -181,21 +196,13 @@ def _(
 
 def _rows(array: np.ndarray, axis: int) -> np.ndarray:
     """As a matrix: what is normalized together is a row."""
-    if not -array.ndim <= axis < array.ndim:
-        raise ValueError(f"axis {axis} is out of range for a tensor with {array.ndim} dimensions")
     shape = array.shape
     axis %= array.ndim
     return array.reshape(math.prod(shape[:axis]), math.prod(shape[axis:]))
 
 
-def _per_row(name: str, statistic: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
-    count = len(_rows(x, axis))
-    if statistic.size != count:
-        raise ValueError(
-            f"{name} must have one value for each of the {count} rows of X {list(x.shape)} "
-            f"(axis {axis}), it has {list(statistic.shape)}"
-        )
-    return statistic.astype(x.dtype, copy=False).reshape(count, 1)
+def _per_row(statistic: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return statistic.astype(x.dtype, copy=False).reshape(statistic.size, 1)
 
 
 def _layer_grad(
@@ -211,12 +218,6 @@ def _layer_grad(
     centre: bool = True,
 ) -> _Arrays:
     """The gradients; normalize(n, x, inv, *per_row) puts some rows of X normalized into n."""
-    require_same_shape(Y_grad=dy, X=x)
-    if scale.shape != x.shape[axis:]:
-        raise ValueError(
-            f"scale must have the shape of X from axis {axis} on, {list(x.shape[axis:])}, "
-            f"it has {list(scale.shape)}"
-        )
     want_x, want_scale, want_bias = (*wanted, False)[:3]
     weights = scale.astype(x.dtype, copy=False).reshape(-1)
     share = weights / max(1, weights.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from ortgrad.bodies import Ops
 
 
+def _dims(*, reduction: str, **_: Any) -> dict[str, str]:
+    dy = "N *D" if reduction == "none" else "1^any"
+    return {"log_prob": "N C *D", "label": "N *D", "dY": dy, "weight": "C"}
+
+
 @operator(
     "SoftmaxCrossEntropyLossGrad",
     inputs=["dY", "log_prob", "label: Tind", "weight?"],
     outputs=["d_logits"],
     shapes="log_prob",
+    dims=_dims,
     attributes={"reduction": Choice("mean", "sum", "none"), "ignore_index": int},
     types={"T": FLOATS, "Tind": INTEGERS},
 )
@@ -41,7 +47,6 @@ def softmax_cross_entropy_loss_grad(
     The sum is there for "mean" only. log_prob has the shape [N, C, d1, ...], label [N, d1, ...].
     A sample of weight 0 (every ignored one) gets the gradient 0, even if all are.
     """
-    _check_shapes(dy, log_prob, label, weight, reduction)
     classes = log_prob.shape[1]
     ignored = label == ignore_index if ignore_index is not None else np.zeros(label.shape, np.bool_)
     wrong = ~ignored & ((label < 0) | (label >= classes))
@@ -114,26 +119,6 @@ def _(
     if samples is None:
         return result
     return op.Where(op.Unsqueeze(op.Equal(samples, 0.0), [1]), 0.0, result)
-
-
-def _check_shapes(
-    dy: np.ndarray, log_prob: np.ndarray, label: np.ndarray, weight: np.ndarray | None, reduction: str
-) -> None:
-    if log_prob.ndim < 2 or label.shape != log_prob.shape[:1] + log_prob.shape[2:]:
-        raise ValueError(
-            "log_prob must be [N, C, d1, ...] and label [N, d1, ...]: "
-            f"log_prob has {list(log_prob.shape)}, label {list(label.shape)}"
-        )
-    if weight is not None and weight.shape != log_prob.shape[1:2]:
-        raise ValueError(
-            f"weight must have one value per class, [{log_prob.shape[1]}], it has {list(weight.shape)}"
-        )
-    if reduction == "none" and dy.shape != label.shape:
-        raise ValueError(
-            f"without reduction dY must have the shape of label, {list(label.shape)}, it has {list(dy.shape)}"
-        )
-    if reduction != "none" and dy.size != 1:
-        raise ValueError(f"dY must be one value for reduction {reduction!r}, it has {list(dy.shape)}")
 
 
 @gradient("SoftmaxCrossEntropyLoss")

@@ -24,6 +24,7 @@ from ortgrad.recurrent import (
     blocks,
     clipper,
     initial_states,
+    input_dims,
     join,
     outer,
     output_shapes,
@@ -57,6 +58,23 @@ _IOF_C = (3, 1)
 _I_O_F_C = (1, 1, 1, 1)
 # For each output of LSTMTraining, the axis of its directions, and that of its batch.
 _PLACES = ((1, 2), (0, 1), (0, 1), (1, 2), (1, 2))
+
+
+# What the patterns of the inputs are.
+_READ = {**{name: name for name in ("X", "R", "W", "B", "SL", "P")}, "Ht0": "state", "Ct0": "state"}
+_KEPT = _READ | {
+    "HAll": "states",
+    "CAll": "states",
+    "iofc": "gates",
+    "dHAll": "states",
+    "dHFinal": "state",
+    "dCFinal": "state",
+}
+
+
+def _dims(kinds: dict[str, str], **attributes: Any) -> dict[str, str]:
+    patterns = input_dims(4, **attributes)
+    return {name: patterns[kind] for name, kind in kinds.items()}
 
 
 def _training_shapes(*operands: Operand | None, **attributes: Any) -> Sequence[Shape | None]:
@@ -99,6 +117,7 @@ class _Cells:
     inputs=["X", "W", "R", "B?", "SL?: int32", "Ht0?", "Ct0?", "P?"],
     outputs=["HAll?", "HFinal?", "CFinal?", "CAll?", "iofc?"],
     shapes=_training_shapes,
+    dims=lambda **attributes: _dims(_READ, **attributes),
     attributes=_ATTRIBUTES,
     auto="onnx",
 )
@@ -298,6 +317,7 @@ def _scan_forward(
     ],
     outputs=["dX?", "dW?", "dR?", "dB?", "dH0?", "dC0?", "dP?"],
     shapes=_gradient_shapes,
+    dims=lambda **attributes: _dims(_KEPT, **attributes),
     attributes=_ATTRIBUTES,
     auto="onnx",
 )

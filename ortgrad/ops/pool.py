@@ -11,7 +11,15 @@ import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
 from ortgrad.kernels import parallel
-from ortgrad.ops._windows import AUTO_PADS, Windows, explicit_pads, per_dimension, windows
+from ortgrad.ops._windows import (
+    AUTO_PADS,
+    Windows,
+    explicit_pads,
+    per_dimension,
+    require_outputs,
+    spatial,
+    windows,
+)
 from ortgrad.registry import Choice, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
@@ -21,9 +29,9 @@ if TYPE_CHECKING:
 
 # As many elements of dX at a time as stay in the cache from one axis to the next.
 _PIECE = 1 << 19
-# The end of a Slice that goes on to the end, and ONNX's number for float32.
+# The end of a Slice that goes on to the end, and ONNX's numbers for element types.
 _END = 2**63 - 1
-_FLOAT = 1
+_FLOAT, _INT64, _BOOL = 1, 7, 9
 _ATTRIBUTES = {
     "auto_pad": Choice(*AUTO_PADS),
     "ceil_mode": 0,
@@ -43,11 +51,22 @@ def _shapes(*operands: Operand | None, **_: Any) -> Sequence[Shape | None]:
     return [dy.shape[:2] + (None,) * (len(dy.shape) - 2)]
 
 
+def _dims(*, kernel_shape: list[int] | None, **_: Any) -> dict[str, str]:
+    y, x = spatial(kernel_shape)[:2]
+    return {"dY": f"N C {y}", "X_shape[]": f"N C {x}"}
+
+
+def _max_dims(**attributes: Any) -> dict[str, str]:
+    dims = _dims(**attributes)
+    return {**dims, "Indices": dims["dY"]}
+
+
 @operator(
     "MaxPoolGrad",
     inputs=["dY", "Indices: int64", "X_shape: int64"],
     outputs=["dX"],
     shapes=_shapes,
+    dims=_max_dims,
     attributes={**_ATTRIBUTES, "storage_order": 0},
     auto="python",
 )
@@ -62,9 +81,7 @@ def max_pool_grad(
     **attributes: Any,
 ) -> np.ndarray:
     """dX[Indices] += dY, the indices counted over the whole of X as MaxPool writes them"""
-    shape = _input_shape(dy, x_shape)
-    if indices.shape != dy.shape:
-        raise ValueError(f"Indices {list(indices.shape)} must have the shape of dY {list(dy.shape)}")
+    shape = tuple(x_shape.tolist())
     _require_order(storage_order)
     # The indices say it all: without attributes (onnxruntime-training needs none), or where
     # onnxruntime has windows of its own, there is nothing to check them against.
@@ -125,17 +142,23 @@ def _(
     kernel_shape: list[int] | None,
     storage_order: int,
     dilations: list[int] | None,
-    **_: Any,
+    **attributes: Any,
 ) -> ir.Value:
     _require_order(storage_order)
+    if kernel_shape and not _unclear(kernel_shape, dilations=dilations, **attributes):
+        sizes = op.Slice(x_shape, [2], [_END])
+        dy = require_outputs(op, dy, sizes, kernel_shape, dilations=dilations, **attributes)
     if max(dilations or [1]) > 1:
         # A window can step over the whole input if it is small; its index is that of no element.
         planes = op.Slice(op.Shape(dy), [0], [2])
         numbers = op.Range(0, op.ReduceProd(planes, keepdims=0), 1)
         starts = op.Mul(numbers, op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0))
         ones = [1] * len(dilations or ())
-        blank = op.Less(indices, op.Reshape(starts, op.Concat(planes, ones, axis=0), allowzero=1))
-        dy, indices = op.Where(blank, 0.0, dy), op.Where(blank, 0, indices)
+        starts = op.Reshape(starts, op.Concat(planes, ones, axis=0), allowzero=1)
+        over = op.Cast(op.Greater(dilations, op.Slice(x_shape, [2], [_END])), to=_INT64)
+        blank = op.And(op.Less(indices, starts), op.Cast(op.ReduceMax(over, keepdims=0), to=_BOOL))
+        dy, indices = op.Where(blank, 0.0, dy), op.Where(blank, starts, indices)
+    dy = _require_indices(op, dy, indices, x_shape)
     # onnxruntime adds nothing shorter than float32 here.
     short = dy.dtype is not None and dy.dtype.itemsize < 4
     values = op.Cast(dy, to=_FLOAT) if short else dy
@@ -150,11 +173,29 @@ def _(
     return op.Transpose(op.Reshape(flat, op.Gather(x_shape, turned), allowzero=1), perm=turned)
 
 
+def _require_indices(op: Ops, dy: ir.Value, indices: ir.Value, x_shape: ir.Value) -> ir.Value:
+    """dY, whose windows must have their maximum in their own channel."""
+    if not op.checked:
+        return dy
+    planes = op.ReduceProd(op.Slice(x_shape, [0], [2]), keepdims=1)
+    step = op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0)
+    starts = op.Unsqueeze(op.Mul(op.Range(0, op.Squeeze(planes), 1), step), [1])
+    offsets = op.Sub(
+        op.Reshape(
+            indices, op.Concat(planes, op.ReduceProd(op.Shape(dy, start=2), keepdims=1), axis=0), allowzero=1
+        ),
+        starts,
+    )
+    outside = op.Or(op.Less(offsets, 0), op.GreaterOrEqual(offsets, step))
+    return op.require(dy, [outside], "Indices that are in the batch and channel of their window")
+
+
 @operator(
     "AveragePoolGrad",
     inputs=["dY", "X_shape: int64"],
     outputs=["dX"],
     shapes=_shapes,
+    dims=_dims,
     attributes={**_ATTRIBUTES, "count_include_pad": 0},
     auto="onnx",
 )
@@ -168,7 +209,7 @@ def average_pool_grad(
     **attributes: Any,
 ) -> np.ndarray:
     """dX = the sum over the windows that hold X of dY / the number of elements in the window"""
-    full_shape = _input_shape(dy, x_shape)
+    full_shape = tuple(x_shape.tolist())
     w = _windows(dy, full_shape, _clear_kernel(kernel_shape, **attributes), **attributes)
     if not dy.size:
         dx = empty(0, full_shape)
@@ -297,20 +338,6 @@ def _unclear(
     )
 
 
-def _input_shape(dy: np.ndarray, x_shape: np.ndarray) -> tuple[int, ...]:
-    if x_shape.ndim != 1 or len(x_shape) != dy.ndim or dy.ndim < 3:
-        raise ValueError(
-            f"X_shape {x_shape.tolist()} and dY {list(dy.shape)} must have batch, channels and the same "
-            "number of spatial dimensions, at least one"
-        )
-    shape = tuple(int(n) for n in x_shape)
-    if min(shape) < 0:
-        raise ValueError(f"X_shape {list(shape)} must not be negative")
-    if shape[:2] != dy.shape[:2]:
-        raise ValueError(f"X_shape {list(shape)} and dY {list(dy.shape)} must agree in batch and channels")
-    return shape
-
-
 def _windows(
     dy: np.ndarray,
     shape: tuple[int, ...],
@@ -346,6 +373,17 @@ def _(
     kernel_shape = _clear_kernel(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations)
     rank = len(kernel_shape) if dy.shape is None else op.rank(dy) - 2
     kernel = per_dimension("kernel_shape", kernel_shape, rank)
+    dy = require_outputs(
+        op,
+        dy,
+        op.Slice(x_shape, [2], [_END]),
+        kernel,
+        auto_pad=auto_pad,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        ceil_mode=ceil_mode,
+    )
     steps = per_dimension("strides", strides, rank)
     gaps = per_dimension("dilations", dilations, rank)
     heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.ops.index import dimensions, scatter_back, shape_of, size_of
+from ortgrad.ops.index import scatter_back, shape_of, size_of
 from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
@@ -236,6 +236,7 @@ def _static_pads(node: Node) -> list[int] | None:
     inputs=["dY", "shape: int64", "starts: Tind", "ends: Tind", "axes?: Tind", "steps?: Tind"],
     outputs=["dX"],
     shapes=lambda dy, shape, *_: [shape_of(shape)],
+    dims={"shape[]": "*X", "dY": "*Y:X", "starts": "A", "ends": "A", "axes": "A", "steps": "A"},
     types={"T": ("float32", "float64", "float16", "bfloat16"), "Tind": ("int64", "int32")},
     auto="python",
 )
@@ -250,12 +251,11 @@ def slice_grad(
     empty: Empty,
 ) -> np.ndarray:
     """dX = 0 but for dX[starts:ends:steps] = dY"""
-    dims = dimensions(shape)
+    dims = tuple(shape.tolist())
     axes = np.arange(starts.size) if axes is None else axes
     steps = np.ones(starts.size, np.int64) if steps is None else steps
-    if not (starts.shape == ends.shape == axes.shape == steps.shape) or starts.ndim != 1:
-        sizes = ", ".join(str(list(a.shape)) for a in (starts, ends, axes, steps))
-        raise ValueError(f"starts, ends, axes and steps must be vectors of one length, not {sizes}")
+    if len(set((axes % max(1, len(dims))).tolist())) < axes.size:
+        raise ValueError(f"axes {axes.tolist()} name one axis of {list(dims)} twice")
     window = [slice(None)] * len(dims)
     for start, end, axis, step in zip(*(a.tolist() for a in (starts, ends, axes, steps)), strict=True):
         if not -len(dims) <= axis < len(dims):
@@ -263,7 +263,9 @@ def slice_grad(
         if step == 0:
             raise ValueError("a step is 0")
         first, last, _ = slice(start, end, step).indices(dims[axis])
-        window[axis] = slice(first, last if last >= 0 else None, step)
+        # A bound of -1 is before the first element here, not the last one.
+        picked = range(first, last, step)
+        window[axis] = slice(first, last if last >= 0 else None, step) if picked else slice(0, 0)
     dx = empty(0, dims)
     dx.fill(0)
     part = dx[tuple(window)]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.contracts import with_axis
 from ortgrad.errors import NodeError
 from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise, require_same_shape
+from ortgrad.kernels import blockwise
 from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from ortgrad.bodies import Ops
 
 
-@operator("SoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": 1})
+def _dims(*, axis: int) -> dict[str, str]:
+    return {"dY": with_axis(axis), "Y": with_axis(axis)}
+
+
+@operator("SoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": 1})
 def softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = Y * (dY - sum(Y * dY)), the sum over all axes from `axis` on"""
     return _from_axis_on(_softmax, dy, y, axis, empty)
@@ -34,7 +39,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _body_from_axis_on(_softmax_body, op, dy, y, axis)
 
 
-@operator("SoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": -1})
+@operator(
+    "SoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": -1}
+)
 def softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = Y * (dY - sum(Y * dY)), the sum over `axis`"""
     return _over_axis(_softmax, dy, y, axis, empty)
@@ -45,7 +52,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _softmax_body(op, dy, y, axis)
 
 
-@operator("LogSoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": 1})
+@operator(
+    "LogSoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": 1}
+)
 def log_softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = dY - exp(Y) * sum(dY), the sum over all axes from `axis` on"""
     return _from_axis_on(_log_softmax, dy, y, axis, empty)
@@ -56,7 +65,9 @@ def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _body_from_axis_on(_log_softmax_body, op, dy, y, axis)
 
 
-@operator("LogSoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", attributes={"axis": -1})
+@operator(
+    "LogSoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": -1}
+)
 def log_softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = dY - exp(Y) * sum(dY), the sum over `axis`"""
     return _over_axis(_log_softmax, dy, y, axis, empty)
@@ -91,7 +102,6 @@ def _log_softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value
 def _over_axis(
     grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty
 ) -> np.ndarray:
-    require_same_shape(dY=dy, Y=y)
     axis = _normalized(axis, y.ndim)
     dx = empty(0, y.shape)
     blockwise(grad, *(_matrices(a, axis, axis + 1) for a in (dx, dy, y)))
@@ -101,7 +111,6 @@ def _over_axis(
 def _from_axis_on(
     grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty
 ) -> np.ndarray:
-    require_same_shape(dY=dy, Y=y)
     axis = _normalized(axis, y.ndim)
     dx = empty(0, y.shape)
     blockwise(grad, *(_matrices(a, axis, y.ndim) for a in (dx, dy, y)))

@@ -26,8 +26,11 @@ POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
 ACCUMULATOR = "InPlaceAccumulatorV2"
 
 
-def complete(model: ir.Model) -> None:
-    """Complete all gradient nodes of the model, in place."""
+def complete(model: ir.Model, *, built: bool = False) -> None:
+    """Complete all gradient nodes of the model, in place.
+
+    With `built`, those that are not complete yet come from gradient rules, so their shapes are right.
+    """
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.op_type in (*POOL_GRADIENTS, *IN_DEFAULT_DOMAIN) and node.domain in ("", "ai.onnx"):
             node.domain = DOMAIN
@@ -39,15 +42,25 @@ def complete(model: ir.Model) -> None:
     for node, operator in nodes:
         if CALL_ATTRIBUTE not in node.attributes:
             try:
-                _describe(model, node, operator, names)
+                _describe(model, node, operator, names, built)
             except NodeError as error:
                 raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
     infer_types(model)
     for node, operator in nodes:
         _fill_inputs(model, node, operator)
+        _check_shapes(node, call_of(node, operator))
 
 
-def _describe(model: ir.Model, node: ir.Node, operator: Operator, names: Names) -> None:
+def _check_shapes(node: ir.Node, call: Call) -> None:
+    """Raise NodeError if what is known of the inputs' shapes does not fit."""
+    present = [value if real else None for value, real in zip(node.inputs, call.present, strict=True)]
+    try:
+        call.contract.check_values(present)
+    except ValueError as error:
+        raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
+
+
+def _describe(model: ir.Model, node: ir.Node, operator: Operator, names: Names, built: bool) -> None:
     """Write down what the node says by leaving things out, and name all its outputs."""
     if operator.name in POOL_GRADIENTS and len(node.inputs) == len(operator.inputs) - 1:
         _add_shape_input(model, node, names)
@@ -85,7 +98,7 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator, names: Names) 
         if not want:
             # What the graph says of its shape would have onnxruntime reuse memory that is not there.
             value.shape = None if value.type is None else ir.Shape([0])
-    call = Call(operator, node.name, attributes, tuple(present), tuple(wanted))
+    call = Call(operator, node.name, attributes, tuple(present), tuple(wanted), built=built)
     node.attributes.add(ir.AttrString(CALL_ATTRIBUTE, call.to_json()))
 
 

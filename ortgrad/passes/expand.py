@@ -21,6 +21,7 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None
             continue
         call = call_of(node, operator)
         op = Ops(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
+        op.label = f"{call.node} "
         put_in_place(node, [], op, record_body(op, call, node.inputs))
     for name, value in list(model.graph.initializers.items()):
         if name.startswith(EMPTY_PREFIX) and not value.uses():

@@ -31,7 +31,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     if write_in_standard_onnx(model):
         complete(model)
     if expand_gradient_operator(model):
-        complete(model)
+        complete(model, built=True)
     expand(model, _chooser(kernels))
     detach(model)
     if bodies:

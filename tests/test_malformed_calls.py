@@ -1,0 +1,858 @@
+"""Malformed calls of every operator: in ortgrad's session none returns numbers, however it is run.
+
+Valid calls are mutated: axes added, removed and exchanged, dimensions of 1 for n and of n for 1, lengths,
+indices and labels out of range, wrong types, wrong attributes. Whether a mutated call is still well-formed is
+decided by the predicates below, which say in NumPy what the operators' documentation says.
+
+    python tests/test_malformed_calls.py --count 5000
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortgrad
+from ortgrad import nodes
+from ortgrad.assertions import explain
+from ortgrad.bodies import REQUIRES
+from ortgrad.registry import Slot, all_operators, find_operator
+
+Arrays = dict[str, np.ndarray]
+WAYS = ("python", "onnx", "auto")
+# What the model says of its inputs: the ranks, or nothing at all.
+RANKS = ("symbolic", "undeclared")
+HUGE = 2**40
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: the operator, its attributes and inputs by name; `outputs` are those that are asked for."""
+
+    op_type: str
+    arrays: Arrays
+    attributes: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    name: str = ""
+
+
+# What makes a call well-formed.
+
+
+def same(*names: str) -> Callable[..., bool]:
+    return lambda arrays, **_: len({arrays[name].shape for name in names if name in arrays}) == 1
+
+
+def has_axis(array: np.ndarray, axis: int) -> bool:
+    return -array.ndim <= axis < array.ndim
+
+
+def softmax(arrays: Arrays, axis: int) -> bool:
+    return same("dY", "Y")(arrays) and has_axis(arrays["Y"], axis)
+
+
+def bias_gelu(arrays: Arrays) -> bool:
+    x = arrays["X"].shape
+    return same("dY", "X")(arrays) and len(x) > 0 and arrays["B"].shape == x[-1:]
+
+
+def accumulator(arrays: Arrays) -> bool:
+    return same("accumulation_buffer", "value")(arrays) and arrays.get("overwrite_flag", np.ones(1)).size == 1
+
+
+def channels(arrays: Arrays, names: tuple[str, ...]) -> bool:
+    x = arrays["X"].shape
+    if not x or ("dY" in arrays and arrays["dY"].shape != x):
+        return False
+    return all(arrays[name].shape == ((x[1],) if len(x) > 1 else (1,)) for name in names)
+
+
+def positions(size: int, kernel: int, stride: int, dilation: int, head: int, tail: int, ceil: int) -> int:
+    """How many windows ONNX puts along an axis, one by one."""
+    count, extent = 0, (kernel - 1) * dilation + 1
+    # More than any dY here has.
+    size = min(size, 10_000)
+    while count * stride + extent <= size + head + tail:
+        count += 1
+    left_over = count == 0 or (count - 1) * stride + extent < size + head + tail
+    # With ceil_mode one more, if it begins in the input or in the padding before it.
+    if (
+        ceil
+        and left_over
+        and count * stride - (stride - 1) + extent <= size + head + tail
+        and count * stride < size + head
+    ):
+        count += 1
+    return count
+
+
+def windows(sizes: Any, outputs: Any, kernel: Any, attributes: dict[str, Any]) -> bool:
+    """Whether that many windows lie over an input of these sizes."""
+    n = len(sizes)
+    strides, dilations = (attributes.get(key) or [1] * n for key in ("strides", "dilations"))
+    auto_pad = attributes.get("auto_pad", "NOTSET")
+    # As in onnxruntime, pads say nothing beside auto_pad.
+    pads = (attributes.get("pads") if auto_pad == "NOTSET" else None) or [0] * 2 * n
+    if not n == len(outputs) == len(kernel) == len(strides) == len(dilations) or len(pads) != 2 * n:
+        return False
+    if min(*kernel, *strides, *dilations) < 1 or min(pads) < 0:
+        return False
+    if auto_pad.startswith("SAME"):
+        return all(y == math.ceil(x / s) for y, x, s in zip(outputs, sizes, strides, strict=True))
+    heads, tails = (pads[:n], pads[n:]) if auto_pad == "NOTSET" else ([0] * n, [0] * n)
+    counts = [
+        positions(*dims, attributes.get("ceil_mode", 0))
+        for dims in zip(sizes, kernel, strides, dilations, heads, tails, strict=True)
+    ]
+    return min(counts) > 0 and counts == list(outputs)
+
+
+def conv(arrays: Arrays, group: int = 1, **attributes: Any) -> bool:
+    dy, x, w = (arrays[name].shape for name in ("dY", "X", "W"))
+    if not (len(dy) == len(x) == len(w) > 2) or group < 1 or dy[0] != x[0] or dy[1] != w[0]:
+        return False
+    kernel = attributes.get("kernel_shape") or w[2:]
+    fits = tuple(kernel) == w[2:] and x[1] == w[1] * group and w[0] % group == 0
+    return fits and windows(x[2:], dy[2:], kernel, attributes)
+
+
+def pool(arrays: Arrays, storage_order: int = 0, count_include_pad: int = 0, **attributes: Any) -> bool:
+    dy, x_shape = arrays["dY"].shape, arrays["X_shape"]
+    if x_shape.ndim != 1 or len(x_shape) != len(dy) or len(dy) < 3 or (x_shape < 0).any():
+        return False
+    x = tuple(x_shape.tolist())
+    if x[:2] != dy[:2] or storage_order not in (0, 1):
+        return False
+    if "Indices" not in arrays:
+        return bool(attributes.get("kernel_shape")) and windows(
+            x[2:], dy[2:], attributes["kernel_shape"], attributes
+        )
+    indices, size = arrays["Indices"], math.prod(x[2:])
+    if indices.shape != dy:
+        return False
+    kernel = attributes.get("kernel_shape")
+    if kernel and not windows(x[2:], dy[2:], kernel, attributes):
+        return False
+    own = np.arange(x[0] * x[1]).reshape(*x[:2], *[1] * (len(x) - 2)) * size
+    return bool(((own <= indices) & (indices < own + size)).all())
+
+
+def dropout(arrays: Arrays) -> bool:
+    ratio, training = arrays.get("ratio", np.zeros(1)), arrays.get("training_mode", np.ones(1))
+    if ratio.size != 1 or training.size != 1 or not same("dY", "mask")(arrays):
+        return False
+    return bool(0 <= float(ratio.reshape(())) < 1)
+
+
+def recurrent(
+    gates: int, states: tuple[str, ...], finals: tuple[str, ...], kept: str = ""
+) -> Callable[..., bool]:
+    def well_formed(arrays: Arrays, direction: str = "forward", layout: int = 0, **attributes: Any) -> bool:
+        x, r = arrays["X"].shape, arrays["R"].shape
+        if len(x) != 3 or len(r) != 3 or layout not in (0, 1):
+            return False
+        d, h = 2 if direction == "bidirectional" else 1, r[2]
+        batch, steps = (x[0], x[1]) if layout else (x[1], x[0])
+        if attributes.get("hidden_size", h) != h:
+            return False
+        all_, last = ((batch, steps, d), (batch, d)) if layout else ((steps, d, batch), (d, batch))
+        expected = {
+            "R": (d, gates * h, h),
+            "W": (d, gates * h, x[2]),
+            "B": (d, 2 * gates * h),
+            "SL": (batch,),
+        }
+        expected |= {"P": (d, 3 * h)} | dict.fromkeys(states, (*all_, h)) | dict.fromkeys(finals, (*last, h))
+        expected |= {kept: (*all_, gates * h)} if kept else {}
+        if any(arrays[name].shape != shape for name, shape in expected.items() if name in arrays):
+            return False
+        lengths = arrays.get("SL", np.zeros(0))
+        return bool(((lengths >= 0) & (lengths <= steps)).all())
+
+    return well_formed
+
+
+def vector(array: np.ndarray) -> bool:
+    """Whether it could be a shape, of something that fits into memory."""
+    return array.ndim == 1 and not ((array < 0) | (array >= HUGE)).any()
+
+
+def in_range(indices: np.ndarray, length: int) -> bool:
+    return bool(((-length <= indices) & (indices < length)).all())
+
+
+def gather(arrays: Arrays, axis: int = 0) -> bool:
+    shape, indices = arrays["shape"], arrays["indices"]
+    if not vector(shape) or not -len(shape) <= axis < len(shape):
+        return False
+    x, axis = tuple(shape.tolist()), axis % len(shape)
+    return arrays["dY"].shape == x[:axis] + indices.shape + x[axis + 1 :] and in_range(indices, x[axis])
+
+
+def gather_elements(arrays: Arrays, axis: int = 0) -> bool:
+    shape, indices = arrays["shape"], arrays["indices"]
+    if not vector(shape) or len(shape) != indices.ndim or not has_axis(indices, axis):
+        return False
+    axis %= indices.ndim
+    inside = all(n <= x for i, (n, x) in enumerate(zip(indices.shape, shape, strict=True)) if i != axis)
+    return arrays["dY"].shape == indices.shape and inside and in_range(indices, int(shape[axis]))
+
+
+def gather_nd(arrays: Arrays, batch_dims: int = 0) -> bool:
+    shape, indices = arrays["shape"], arrays["indices"]
+    if not vector(shape) or batch_dims < 0 or indices.ndim <= batch_dims:
+        return False
+    x, end = tuple(shape.tolist()), batch_dims + indices.shape[-1]
+    if end > len(x) or indices.shape[-1] == 0 or indices.shape[:batch_dims] != x[:batch_dims]:
+        return False
+    inside = all(in_range(indices[..., i], x[batch_dims + i]) for i in range(indices.shape[-1]))
+    return inside and arrays["dY"].shape == indices.shape[:-1] + x[end:]
+
+
+def slice_(arrays: Arrays) -> bool:
+    shape, starts = arrays["shape"], arrays["starts"]
+    axes = arrays.get("axes", np.arange(starts.size))
+    steps = arrays.get("steps", np.ones(starts.size, int))
+    if (
+        not vector(shape)
+        or starts.ndim != 1
+        or len({a.shape for a in (starts, arrays["ends"], axes, steps)}) > 1
+    ):
+        return False
+    rank = len(shape)
+    if not in_range(axes, rank) or len(set((axes % max(rank, 1)).tolist())) < len(axes) or (steps == 0).any():
+        return False
+    y = shape.tolist()
+    for start, end, axis, step in zip(starts, arrays["ends"], axes, steps, strict=True):
+        y[axis] = len(range(*slice(int(start), int(end), int(step)).indices(int(shape[axis]))))
+    return arrays["dY"].shape == tuple(y)
+
+
+def layer(x_name: str, *statistics: str) -> Callable[..., bool]:
+    def well_formed(arrays: Arrays, axis: int = -1) -> bool:
+        x = arrays[x_name].shape
+        if not has_axis(arrays[x_name], axis) or arrays["Y_grad"].shape != x:
+            return False
+        axis %= len(x)
+        one = x[:axis] + (1,) * (len(x) - axis)
+        scales = [arrays[name].shape for name in ("scale", "bias") if name in arrays]
+        if x_name == "Y" and not arrays["scale"].all():
+            return False
+        return all(s == x[axis:] for s in scales) and all(arrays[name].shape == one for name in statistics)
+
+    return well_formed
+
+
+def loss(arrays: Arrays, reduction: str = "mean", ignore_index: int | None = None) -> bool:
+    log_prob, label, dy = arrays["log_prob"], arrays["label"], arrays["dY"]
+    if log_prob.ndim < 2 or label.shape != log_prob.shape[:1] + log_prob.shape[2:]:
+        return False
+    classes = log_prob.shape[1]
+    if "weight" in arrays and arrays["weight"].shape != (classes,):
+        return False
+    if not (((label >= 0) & (label < classes)) | (label == ignore_index)).all():
+        return False
+    return dy.shape == label.shape if reduction == "none" else dy.size == 1
+
+
+STATISTICS = ("mean", "inv_std_dev")
+WELL_FORMED: dict[str, Callable[..., bool]] = {
+    **{f"{name}Grad": same("dY", "X") for name in ("Relu", "QuickGelu", "FastGelu", "Gelu")},
+    **{f"{name}Grad": same("dY", "Y") for name in ("Sigmoid", "Tanh", "LeakyRelu")},
+    "BiasGeluGrad_dX": bias_gelu,
+    **{f"{name}Grad": lambda arrays, axis=1: softmax(arrays, axis) for name in ("Softmax", "LogSoftmax")},
+    **{f"{name}Grad_13": lambda arrays, axis=-1: softmax(arrays, axis) for name in ("Softmax", "LogSoftmax")},
+    "InPlaceAccumulatorV2": accumulator,
+    "BatchNormalizationGrad": lambda arrays, **_: channels(arrays, ("scale", "mean", "variance")),
+    "BatchNormInternal": lambda arrays, **_: channels(arrays, ("scale", "B", "input_mean", "input_var")),
+    "ConvGrad": conv,
+    "MaxPoolGrad": pool,
+    "AveragePoolGrad": pool,
+    "DropoutGrad": dropout,
+    "TrainableDropoutGrad": dropout,
+    "GRUTraining": recurrent(3, (), ("H0",)),
+    "GRUGrad": recurrent(3, ("HAll", "dHAll"), ("H0", "dHFinal"), "ZRH"),
+    "LSTMTraining": recurrent(4, (), ("Ht0", "Ct0")),
+    "LSTMGrad": recurrent(4, ("HAll", "CAll", "dHAll"), ("Ht0", "Ct0", "dHFinal", "dCFinal"), "iofc"),
+    "GatherGrad": gather,
+    "GatherElementsGrad": gather_elements,
+    "GatherNDGrad": gather_nd,
+    "SliceGrad": slice_,
+    "LayerNormalizationGrad": layer("X", *STATISTICS),
+    "SimplifiedLayerNormalizationGrad": layer("X", "inv_std_var"),
+    "InvertibleLayerNormalizationGrad": layer("Y", "inv_std_var"),
+    "SoftmaxCrossEntropyLossGrad": loss,
+}
+
+
+# Valid calls.
+
+
+def numbers(*shape: int) -> np.ndarray:
+    generator = np.random.default_rng(zlib.crc32(repr(shape).encode()))
+    return np.asarray(generator.uniform(0.1, 0.9, shape), np.float32)
+
+
+def integers(*values: Any, dtype: Any = np.int64) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+def elementwise() -> Iterator[Case]:
+    for op_type, second in (
+        *((f"{name}Grad", "X") for name in ("Relu", "QuickGelu", "FastGelu", "Gelu")),
+        *((f"{name}Grad", "Y") for name in ("Sigmoid", "Tanh", "LeakyRelu")),
+    ):
+        yield Case(op_type, {"dY": numbers(2, 3), second: numbers(2, 3)})
+        yield Case(op_type, {"dY": numbers(4), second: numbers(4)})
+    yield Case("BiasGeluGrad_dX", {"dY": numbers(2, 3, 4), "X": numbers(2, 3, 4), "B": numbers(4)})
+    buffers = {"accumulation_buffer": numbers(2, 3), "value": numbers(2, 3)}
+    yield Case("InPlaceAccumulatorV2", {**buffers, "overwrite_flag": np.array([False])})
+    yield Case("InPlaceAccumulatorV2", buffers, outputs=("updated_flag",))
+    for op_type in ("DropoutGrad", "TrainableDropoutGrad"):
+        full = {
+            "mask": np.ones((2, 3), bool),
+            "ratio": np.array(0.25, np.float32),
+            "training_mode": np.array(True),
+        }
+        yield Case(op_type, {"dY": numbers(2, 3), **full})
+        yield Case(op_type, {"dY": numbers(2, 3), "mask": np.ones((2, 3), bool)})
+
+
+def normalizations() -> Iterator[Case]:
+    for op_type in ("SoftmaxGrad", "LogSoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad_13"):
+        for axis in (1, -1, 0):
+            yield Case(op_type, {"dY": numbers(2, 3, 4), "Y": numbers(2, 3, 4)}, {"axis": axis})
+    c = [numbers(3) for _ in range(4)]
+    x = {"dY": numbers(2, 3, 4), "X": numbers(2, 3, 4)}
+    names = ("scale", "mean", "variance")
+    yield Case("BatchNormalizationGrad", {**x, **dict(zip(names, c, strict=False))})
+    yield Case(
+        "BatchNormalizationGrad",
+        {"dY": numbers(4, 3), "X": numbers(4, 3), **dict(zip(names, c, strict=False))},
+        outputs=("bias_grad",),
+    )
+    yield Case(
+        "BatchNormInternal",
+        {"X": numbers(2, 3, 4, 2), **dict(zip(("scale", "B", "input_mean", "input_var"), c, strict=True))},
+    )
+    for axis, inner, outer in ((-1, (4,), (2, 3, 1)), (1, (3, 4), (2, 1, 1)), (0, (2, 3, 4), (1, 1, 1))):
+        full = {"Y_grad": numbers(2, 3, 4), "X": numbers(2, 3, 4), "scale": numbers(*inner)}
+        inv = numbers(*outer)
+        yield Case("LayerNormalizationGrad", {**full, "mean": inv, "inv_std_dev": inv}, {"axis": axis})
+        yield Case("SimplifiedLayerNormalizationGrad", {**full, "inv_std_var": inv}, {"axis": axis})
+        y = {"Y_grad": full["Y_grad"], "Y": full["X"], "scale": full["scale"], "bias": full["scale"]}
+        yield Case("InvertibleLayerNormalizationGrad", {**y, "inv_std_var": inv}, {"axis": axis})
+    full = {"Y_grad": numbers(2, 4), "X": numbers(2, 4), "scale": numbers(4)}
+    yield Case(
+        "LayerNormalizationGrad",
+        {**full, "mean": numbers(2, 1), "inv_std_dev": numbers(2, 1)},
+        outputs=("bias_grad",),
+    )
+
+
+def windowed() -> Iterator[Case]:
+    yield Case("ConvGrad", {"dY": numbers(2, 4, 3, 2), "X": numbers(2, 3, 5, 4), "W": numbers(4, 3, 3, 3)})
+    attributes = {"group": 2, "strides": [2], "pads": [1, 0], "kernel_shape": [2]}
+    yield Case("ConvGrad", {"dY": numbers(2, 4, 3), "X": numbers(2, 2, 6), "W": numbers(4, 1, 2)}, attributes)
+    same_ = {"auto_pad": "SAME_UPPER", "strides": [2, 1], "kernel_shape": [3, 3]}
+    arrays = {"dY": numbers(1, 2, 3, 4), "X": numbers(1, 2, 5, 4), "W": numbers(2, 2, 3, 3)}
+    yield Case("ConvGrad", arrays, same_)
+    for output in ("dX", "dW", "dB"):
+        yield Case("ConvGrad", arrays, same_, outputs=(output,))
+    for attributes, x, y in (
+        ({"kernel_shape": [2, 2], "strides": [2, 2]}, (2, 3, 4, 6), (2, 3, 2, 3)),
+        ({"kernel_shape": [3], "strides": [2], "ceil_mode": 1}, (2, 2, 6), (2, 2, 3)),
+        ({"kernel_shape": [3], "pads": [1, 1]}, (1, 2, 4), (1, 2, 4)),
+        ({"kernel_shape": [2], "dilations": [2]}, (2, 2, 5), (2, 2, 3)),
+        ({"kernel_shape": [2], "auto_pad": "SAME_LOWER"}, (2, 1, 5), (2, 1, 5)),
+    ):
+        shape = np.array(x, np.int64)
+        yield Case("AveragePoolGrad", {"dY": numbers(*y), "X_shape": shape}, attributes)
+        size = math.prod(x[2:])
+        starts = np.arange(x[0] * x[1]).reshape(*x[:2], *[1] * (len(x) - 2)) * size
+        indices = starts + np.arange(math.prod(y[2:])).reshape(y[2:])
+        yield Case("MaxPoolGrad", {"dY": numbers(*y), "Indices": indices, "X_shape": shape}, attributes)
+    yield Case("MaxPoolGrad", {"dY": numbers(*y), "Indices": indices, "X_shape": shape})
+
+
+def cells(op_type: str, *, layout: int, direction: str, full: bool, outputs: tuple[str, ...] = ()) -> Case:
+    gates = 3 if op_type.startswith("GRU") else 4
+    d, t, n, i, h = 2 if direction == "bidirectional" else 1, 4, 3, 5, 2
+    all_, last = ((n, t, d), (n, d)) if layout else ((t, d, n), (d, n))
+    arrays = {
+        "X": numbers(n, t, i) if layout else numbers(t, n, i),
+        "W": numbers(d, gates * h, i),
+        "R": numbers(d, gates * h, h),
+    }
+    if full:
+        arrays |= {"B": numbers(d, 2 * gates * h), "SL": integers(4, 2, 3, dtype=np.int32)}
+        arrays |= {name: numbers(*last, h) for name in (("H0",) if gates == 3 else ("Ht0", "Ct0"))}
+        arrays |= {} if gates == 3 else {"P": numbers(d, 3 * h)}
+    if op_type.endswith("Grad"):
+        kept = {"ZRH": 3 * h, "HAll": h} if gates == 3 else {"iofc": 4 * h, "HAll": h, "CAll": h}
+        arrays |= {name: numbers(*all_, size) for name, size in kept.items()} | {"dHAll": numbers(*all_, h)}
+        if full:
+            arrays |= {name: numbers(*last, h) for name in ("dHFinal", "dCFinal")[: gates - 2]}
+    attributes: dict[str, Any] = {"direction": direction, "layout": layout}
+    return Case(op_type, arrays, attributes | ({"hidden_size": h} if full else {}), outputs)
+
+
+def recurrences() -> Iterator[Case]:
+    for op_type in ("GRUTraining", "GRUGrad", "LSTMTraining", "LSTMGrad"):
+        some = () if op_type.endswith("Training") else ("dX", "dW", "dR", "dB")
+        yield cells(op_type, layout=0, direction="forward", full=False, outputs=some)
+        yield cells(op_type, layout=1, direction="bidirectional", full=True)
+        yield cells(op_type, layout=0, direction="reverse", full=True)
+    yield cells("GRUGrad", layout=0, direction="forward", full=False, outputs=("dB",))
+    yield cells("LSTMGrad", layout=0, direction="forward", full=False, outputs=("dB",))
+
+
+def indexed() -> Iterator[Case]:
+    shape = integers(3, 4, 5)
+    yield Case("GatherGrad", {"shape": shape, "indices": integers(0, 2), "dY": numbers(2, 4, 5)})
+    rows = integers([0, -1], [3, 1], [2, 2])
+    yield Case("GatherGrad", {"shape": shape, "indices": rows, "dY": numbers(3, 3, 2, 5)}, {"axis": 1})
+    yield Case(
+        "GatherGrad", {"shape": shape, "indices": integers(0, 4), "dY": numbers(3, 4, 2)}, {"axis": -1}
+    )
+    yield Case(
+        "GatherElementsGrad",
+        {"dY": numbers(2, 3), "shape": integers(3, 4), "indices": integers([0, 1, 2], [1, 0, 2])},
+    )
+    arrays = {"dY": numbers(3, 2), "shape": integers(3, 4), "indices": integers([0, 1], [1, 3], [2, 0])}
+    yield Case("GatherElementsGrad", arrays, {"axis": -1})
+    pairs = integers([0, 1], [2, 3])
+    yield Case("GatherNDGrad", {"shape": shape, "indices": pairs, "dY": numbers(2, 5)})
+    batch = integers([[0], [1]], [[2], [3]], [[1], [1]])
+    yield Case("GatherNDGrad", {"shape": shape, "indices": batch, "dY": numbers(3, 2, 5)}, {"batch_dims": 1})
+    bounds = {
+        "starts": integers(1, -1),
+        "ends": integers(3, 0),
+        "axes": integers(0, 2),
+        "steps": integers(1, -2),
+    }
+    yield Case("SliceGrad", {"dY": numbers(2, 4, 2), "shape": shape, **bounds})
+    yield Case(
+        "SliceGrad", {"dY": numbers(2, 4, 5), "shape": shape, "starts": integers(1), "ends": integers(3)}
+    )
+    for reduction in ("mean", "sum", "none"):
+        dy = numbers(2, 3) if reduction == "none" else numbers()
+        arrays = {"dY": dy, "log_prob": numbers(2, 4, 3), "label": integers([0, 1, 3], [2, 2, -1])}
+        yield Case(
+            "SoftmaxCrossEntropyLossGrad",
+            {**arrays, "weight": numbers(4)},
+            {"reduction": reduction, "ignore_index": -1},
+        )
+    arrays = {"dY": numbers(), "log_prob": numbers(2, 4), "label": integers(0, 3, dtype=np.int32)}
+    yield Case("SoftmaxCrossEntropyLossGrad", arrays)
+
+
+def all_cases() -> list[Case]:
+    cases = [*elementwise(), *normalizations(), *windowed(), *recurrences(), *indexed()]
+    return [replace(case, name=f"{i}-{case.op_type}") for i, case in enumerate(cases)]
+
+
+CASES = all_cases()
+
+
+def is_well_formed(case: Case) -> bool:
+    return WELL_FORMED[case.op_type](case.arrays, **case.attributes)
+
+
+# Mutations.
+
+
+def other_shapes(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The array with other dimensions; what its values mean stays."""
+    yield array[None]
+    yield array[..., None]
+    yield np.stack([array, array])
+    if array.ndim == 0:
+        return
+    yield array[0] if len(array) else array[None, None]
+    yield array[..., 0] if array.shape[-1] else array[None, None]
+    yield array.reshape(-1)
+    yield array[..., :0]
+    for i, n in enumerate(array.shape):
+        yield array.take([0] * min(n, 1), axis=i)
+        yield np.concatenate([array, array.take([0], axis=i)], axis=i) if n else array[None]
+        yield np.concatenate([array, array], axis=i)
+        yield np.delete(array, -1, axis=i) if n else array[None]
+        yield (
+            np.concatenate([array, np.repeat(array.take([0], axis=i), 7, axis=i)], axis=i)
+            if n
+            else array[None]
+        )
+        for j in range(i):
+            yield np.ascontiguousarray(array.swapaxes(i, j))
+            # As many elements, otherwise arranged.
+            if n % 2 == 0:
+                shape = list(array.shape)
+                shape[i], shape[j] = n // 2, shape[j] * 2
+                yield array.reshape(shape)
+    yield np.ascontiguousarray(array.T)
+
+
+def other_values(name: str, array: np.ndarray) -> Iterator[np.ndarray]:
+    """The array with other contents, where the contents are sizes, indices, labels or ratios."""
+    if name == "ratio":
+        for value in (1.0, 1.5, -0.5, np.nan):
+            yield np.full_like(array, value)
+    if name == "scale":
+        yield np.zeros_like(array)
+    if array.dtype.kind != "i" or not array.size:
+        return
+    values = [-1, -2, 0, 1, -1000, 1000, HUGE if array.dtype == np.int64 else 2**30]
+    if name in ("shape", "X_shape"):
+        # A size that could be meant is not tried: it would be computed.
+        yield array + 1
+        yield array[::-1].copy()
+        values = [*values[:4], HUGE]
+    for value in values:
+        for place in {0, array.size // 2, array.size - 1}:
+            changed = array.copy()
+            changed.reshape(-1)[place] = value
+            yield changed
+    changed = array.copy()
+    changed.reshape(-1)[-1] = array.reshape(-1)[0]
+    yield changed
+
+
+def other_types(array: np.ndarray) -> Iterator[np.ndarray]:
+    for dtype in (np.float32, np.float64, np.int32, np.int64, np.bool_):
+        if array.dtype != dtype:
+            yield array.astype(dtype)
+
+
+ATTRIBUTES: dict[str, list[Any]] = {
+    "axis": [-4, -3, 2, 3, 7],
+    "batch_dims": [-1, 1, 2, 3],
+    "group": [-1, 0, 2, 3],
+    "kernel_shape": [[1], [2, 2], [3, 3], [2, 3, 2], [0, 0], [-1], [4, 1], [5]],
+    "strides": [[3], [2, 2], [0, 0], [0], [-1, -1], [1, 1, 1]],
+    "pads": [[1, 1], [0, 1], [1, 1, 1, 1], [-1, -1], [-1, 0, 0, 0], [1]],
+    "dilations": [[2], [2, 2], [0, 0], [-1], [1, 1, 1]],
+    "hidden_size": [0, 1, 3, 4, -1],
+    "layout": [1, 0, 2, -1],
+    "direction": ["bidirectional", "forward"],
+    "storage_order": [2, -1],
+    "reduction": ["none", "mean"],
+}
+
+
+def mutations(case: Case) -> Iterator[Case]:
+    """Every single change."""
+    for name, array in case.arrays.items():
+        changed = [*other_shapes(array), *other_values(name, array), *other_types(array)]
+        for new in changed:
+            yield replace(case, arrays={**case.arrays, name: new})
+
+
+def wrong_attributes(case: Case) -> Iterator[Case]:
+    operator = find_operator(case.op_type)
+    for name in operator.attributes:
+        for value in ATTRIBUTES.get(name, ()):
+            yield replace(case, attributes={**case.attributes, name: value})
+    for slot in operator.inputs:
+        if slot.name in case.arrays and not slot.optional:
+            yield replace(case, arrays={k: v for k, v in case.arrays.items() if k != slot.name})
+
+
+def has_types(case: Case, original: Case) -> bool:
+    return all(case.arrays[name].dtype == array.dtype for name, array in original.arrays.items())
+
+
+def has_ranks(case: Case, original: Case) -> bool:
+    return all(case.arrays[name].ndim == array.ndim for name, array in original.arrays.items())
+
+
+def pairs(case: Case, generator: np.random.Generator, count: int) -> Iterator[Case]:
+    """Two inputs changed at random, or one changed twice."""
+    singles = [*mutations(case)]
+    for _ in range(count):
+        once = singles[generator.integers(len(singles))]
+        name = str(generator.choice(list(case.arrays)))
+        again = [*other_shapes(once.arrays[name])]
+        yield replace(once, arrays={**once.arrays, name: again[generator.integers(len(again))]})
+
+
+# Running.
+
+
+def make_model(case: Case, ranks: str, original: Case | None = None) -> onnx.ModelProto:
+    """A model of the call that says nothing of sizes, or only how many dimensions the inputs have.
+
+    With "static", it says of the inputs what they are.
+    """
+    declared = original or case
+    operator = find_operator(case.op_type)
+    build = getattr(nodes, operator.builder_name)
+    outputs = [
+        slot.name if not case.outputs or slot.name in case.outputs or not slot.optional else None
+        for slot in operator.outputs
+    ]
+    if operator.name == "LSTMGrad" and "P" not in case.arrays:
+        outputs[-1] = None
+    node = build(**{name: name for name in case.arrays}, outputs=outputs, name="the node", **case.attributes)
+
+    def info(name: str, array: np.ndarray) -> onnx.ValueInfoProto:
+        shape: Any = None
+        if ranks == "symbolic":
+            shape = [f"{name}_{i}" for i in range(declared.arrays[name].ndim)]
+        elif ranks == "static":
+            shape = array.shape
+        element = onnx.helper.np_dtype_to_tensor_dtype(declared.arrays[name].dtype)
+        return onnx.helper.make_tensor_value_info(name, element, shape)
+
+    names = [name for name in outputs if name]
+    types = {slot.name: 9 if slot.type == "bool" else 1 for slot in operator.outputs}
+    graph = onnx.helper.make_graph(
+        [node],
+        "call",
+        [info(name, array) for name, array in case.arrays.items()],
+        [onnx.helper.make_tensor_value_info(name, types[name], None) for name in names],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(operator.domain, 1)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def quiet() -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return options
+
+
+class Session:
+    """A session for a case's model; `run` says whether a call returned anything."""
+
+    def __init__(self, case: Case, way: str, ranks: str, *, optimize: bool = True) -> None:
+        options = quiet()
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.error: Exception | None = None
+        self._session = None
+        try:
+            model = make_model(case, ranks)
+            if way == "plain":
+                # The functions that a model carries, on an onnxruntime that knows nothing of ortgrad.
+                prepared = ortgrad.prepare(model, kernels="python").SerializeToString()
+                self._session = onnxruntime.InferenceSession(
+                    prepared, options, providers=["CPUExecutionProvider"]
+                )
+            else:
+                self._session = ortgrad.InferenceSession(model, options, kernels=way)
+        except (ortgrad.OrtgradError, RuntimeError, TypeError) as error:
+            self.error = error
+
+    def run(self, case: Case) -> bool:
+        if self._session is None:
+            return False
+        options = onnxruntime.RunOptions()
+        options.log_severity_level = 4
+        try:
+            self._session.run(None, {name: np.asarray(a) for name, a in case.arrays.items()}, options)
+        except (ortgrad.OrtgradError, RuntimeError, ValueError) as error:
+            self.error = error
+            return False
+        except Exception as error:
+            if type(error).__module__.startswith("onnxruntime"):
+                self.error = error
+                return False
+            raise
+        return True
+
+
+class Result(NamedTuple):
+    calls: int
+    accepted: list[str]  # malformed ones
+    refused: list[str]  # well-formed ones
+
+
+def sweep(way: str, ranks: str, count: int | None, *, optimize: bool = True, seed: int = 0) -> Result:
+    """Run mutated calls one way: every single change and as many random pairs, or `count` of these."""
+    generator = np.random.default_rng(seed)
+    calls, accepted, refused = 0, [], []
+    for case in CASES:
+        session = Session(case, way, ranks, optimize=optimize)
+        works = session.run(case)
+        # Bodies may need to know the number of dimensions, and then say so.
+        if (
+            not works
+            and not (ranks == "undeclared" and way != "python")
+            and "not known" not in str(session.error)
+        ):
+            refused.append(f"{case.name}: {session.error}")
+        changed = [*mutations(case)]
+        changed += [*pairs(case, generator, len(changed))]
+        if count is not None:
+            share = generator.choice(len(changed), min(len(changed), -(-count // len(CASES))), replace=False)
+            changed = [changed[i] for i in share]
+        for call in changed:
+            if not (has_types(call, case) and is_well_formed(call)):
+                calls += 1
+                if session.run(call):
+                    accepted.append(describe(case, call))
+            elif works and (ranks == "undeclared" or has_ranks(call, case)) and not session.run(call):
+                refused.append(f"{describe(case, call)}: {session.error}")
+    return Result(calls, accepted, refused)
+
+
+def describe(case: Case, call: Case) -> str:
+    changed = []
+    for name, array in call.arrays.items():
+        if array is not case.arrays[name]:
+            few = array.reshape(-1)[:6].tolist() if array.dtype.kind == "i" else ""
+            was = list(case.arrays[name].shape)
+            changed.append(f"{name} {array.dtype}{list(array.shape)} {few} for {was}")
+    return f"{case.name} {call.attributes} {case.outputs}: {'; '.join(changed)}"
+
+
+def test_every_operator_has_valid_calls() -> None:
+    ours = {operator.name for operator in all_operators() if operator.domain == "com.microsoft"}
+    assert {case.op_type for case in CASES} == set(WELL_FORMED) == ours
+    assert all(is_well_formed(case) for case in CASES)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("way", [*WAYS, "plain"])
+def test_no_malformed_call_returns_numbers(way: str, ranks: str) -> None:
+    result = sweep(way, ranks, 1500)
+    assert result.calls > 1000
+    assert result.accepted == []
+    assert result.refused == []
+
+
+def test_nor_does_one_without_optimisation() -> None:
+    result = sweep("auto", "symbolic", 1000, optimize=False)
+    assert (result.accepted, result.refused) == ([], [])
+
+
+def fails(case: Case, way: str, ranks: str) -> bool:
+    return not Session(case, way, ranks).run(case)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_static_shapes_that_contradict_each_other(way: str) -> None:
+    """They are an error before anything runs; where only values are wrong, it is one of the run."""
+    generator = np.random.default_rng(1)
+    for case in CASES:
+        changed = [c for c in mutations(case) if has_types(c, case) and not is_well_formed(c)]
+        for i in generator.choice(len(changed), 3):
+            assert fails(changed[i], way, "static"), describe(case, changed[i])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_attributes(way: str) -> None:
+    generator = np.random.default_rng(2)
+    for case in CASES:
+        changed = [*wrong_attributes(case)]
+        for i in generator.choice(len(changed), min(5, len(changed)), replace=False):
+            call = changed[i]
+            missing = any(not slot.optional and slot.name not in call.arrays for slot in slots(call))
+            if missing or not is_well_formed(call):
+                assert fails(call, way, "symbolic"), f"{case.name} {call.attributes} {list(call.arrays)}"
+
+
+def slots(case: Case) -> tuple[Slot, ...]:
+    operator = find_operator(case.op_type)
+    assert operator is not None
+    return operator.inputs
+
+
+def relu(**shapes: Any) -> onnx.ModelProto:
+    node = nodes.relu_grad("dY", "X", "dX", name="the/node")
+    return nodes.make_model(node, shapes=shapes)
+
+
+def test_a_contradiction_is_found_when_the_model_is_made() -> None:
+    with pytest.raises(ortgrad.NodeError, match=r"'the/node'.*X \[2, 3\] does not fit with dY \[\?, 1\]"):
+        relu(dY=["N", 1], X=[2, 3])
+
+
+@pytest.mark.parametrize("kernels", ["onnx", "auto"])
+def test_the_error_of_a_body_names_node_operator_and_reason(kernels: Any) -> None:
+    wrong = {"dY": numbers(1, 3), "X": numbers(2, 3)}
+    session = ortgrad.InferenceSession(relu(dY=["N", "C"], X=["M", "D"]), quiet(), kernels=kernels)
+    with pytest.raises(Exception) as caught:
+        session.run(None, wrong)
+    error = caught.value if isinstance(caught.value, ortgrad.KernelError) else explain(str(caught.value))
+    assert error is not None
+    assert (error.node, error.operator) == ("the/node", "ReluGrad")
+    assert error.reason == "it requires dY [*S], X [*S]"
+    assert explain("Non-zero status code returned while running Add. Name:'x' Status Message: no") is None
+
+
+def test_built_models_compare_nothing_but_seeds() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,3,H,W] x, float[4,3,3,3] w) => (float[N,4,A,B] y) {
+            c = Conv(x, w)
+            r = Relu(c)
+            y = Softmax <axis = 1> (r)
+        }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt=["x", "w"])
+    for function in built.functions:
+        assert not [node.name for node in function.node if REQUIRES in node.name]
+    expanded = ortgrad.prepare(built, kernels="onnx")
+    names = [node.name for node in expanded.graph.node if REQUIRES in node.name]
+    assert names
+    assert all("y_grad input requires the shape of y" in name for name in names)
+
+
+@pytest.mark.parametrize("kernels", [*WAYS, "plain"])
+def test_a_seed_has_the_shape_of_its_output(kernels: Any) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,C] x, float[C] w) => (float[M,D] y) { p = Mul(x, w) y = Relu(p) }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt=["x", "w"])
+    session = (
+        onnxruntime.InferenceSession(built.SerializeToString(), quiet(), providers=["CPUExecutionProvider"])
+        if kernels == "plain"
+        else ortgrad.InferenceSession(built, quiet(), kernels=kernels)
+    )
+    feeds = {"x": numbers(2, 3), "w": numbers(3)}
+    for shape in ((1, 3), (2, 1), (1, 1), (3, 2), (2, 4)):
+        with pytest.raises(Exception, match=r"input.*requires the shape of y"):
+            session.run(None, {**feeds, "y_grad": numbers(*shape)})
+    assert session.run(["x_grad"], {**feeds, "y_grad": numbers(2, 3)})[0].shape == (2, 3)
+
+
+def test_an_empty_slice_is_not_the_whole_axis() -> None:
+    """A start that lies before the first element, with a negative step, selects nothing."""
+    feeds = {"dY": numbers(2), "shape": integers(3), "starts": integers(-1000), "ends": integers(-2000)}
+    with pytest.raises(ValueError, match="the slice of"):
+        find_operator("SliceGrad")(*feeds.values(), integers(0), integers(-2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, help="about so many calls for each way and rank (default: all)")
+    parser.add_argument("--ways", nargs="*", default=WAYS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", type=int, default=5, help="so many of the calls that went wrong")
+    given = parser.parse_args()
+    for way in given.ways:
+        for ranks in RANKS:
+            result = sweep(way, ranks, given.count, seed=given.seed)
+            print(
+                f"{way}, ranks {ranks}: {result.calls} malformed calls of {len(WELL_FORMED)} operators, "
+                f"{len(result.accepted)} accepted; {len(result.refused)} well-formed calls refused"
+            )
+            for line in [*result.accepted[: given.show], *result.refused[: given.show]]:
+                print("   ", line[:300])
+
+
+if __name__ == "__main__":
+    main()
