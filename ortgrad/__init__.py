@@ -4,7 +4,6 @@ from ortgrad import nodes
 from ortgrad import ops as _ops  # noqa: F401  (importing it declares the operators)
 from ortgrad.check import GradientCheck, check_gradients
 from ortgrad.differentiate import build_gradient_model
-from ortgrad.dispatch import install as _install
 from ortgrad.errors import (
     KernelError,
     ModelError,
@@ -40,6 +39,3 @@ __all__ = [
     "prepare",
     "register",
 ]
-
-# Before anybody makes a session: a Python operator that raises under the stock invoker aborts.
-_install()

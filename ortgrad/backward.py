@@ -91,7 +91,8 @@ class BackwardPass:
         self._active = active_values(nodes, targets)
         self._outside = set(outside)
         self._contributions: dict[ir.Value, list[ir.Value]] = {}
-        self._named: set[str] = {value.name for node in nodes for value in node.outputs if value.name}
+        self._named: set[ir.Value] = set()
+        self._inside = f"{op.scope}/" if op.scope else ""
 
     def seed(self, value: ir.Value, grad: ir.Value) -> None:
         """Start from the gradient of an output."""
@@ -108,9 +109,11 @@ class BackwardPass:
             if rule is not None and rule.function is None:
                 continue
             outputs, recorded = list(node.outputs), len(self.op.nodes)
-            self.op.prefix = f"{next(value.name for value in outputs if value.name)}_grad/"
+            grads = [self.total(value) for value in outputs]
+            name = node.name or next(value.name for value in outputs if value.name)
+            self.op.scope = f"{self._inside}{name}_grad"
             try:
-                self._visit(node, [self.total(value) for value in outputs])
+                self._visit(node, grads)
             except (UnsupportedError, NodeError) as error:
                 self.failures.append(Failure(node, str(error)))
                 # Go on with zeros, so that all that is not supported comes to light at once.
@@ -124,19 +127,21 @@ class BackwardPass:
         parts = self._contributions.get(value)
         if not parts:
             return None
+        name = f"{self._inside}{value.name}_grad"
         if len(parts) > 1:
+            self.op.scope = name
             added = self.op.Add(*parts) if len(parts) == 2 else self.op.Sum(*parts)
             self._contributions[value] = parts = [added]
-        self._name(parts[0], f"{value.name}_grad")
+        self._name(parts[0], name)
         return parts[0]
 
     def _name(self, grad: ir.Value, name: str) -> None:
         """Call a gradient by its customary name, unless it has one already."""
         producer = grad.producer()
         recorded = producer is not None and producer.graph is None and grad not in self._outside
-        if recorded and grad.name not in self._named and name not in self._named:
-            grad.name = name
-            self._named.add(name)
+        if recorded and grad not in self._named:
+            grad.name = self.op.names.fresh(name)
+            self._named.add(grad)
 
     def _visit(self, node: ir.Node, grads: Sequence[ir.Value | None]) -> None:
         rule = find_rule(node.op_type, node.domain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ortgrad.call import Call
 from ortgrad.errors import NodeError
+from ortgrad.names import Names
 from ortgrad.registry import Operator, find_anywhere, find_operator
 
 # The bodies use these operators as they are from this opset on (reductions with axes as an input,
@@ -41,11 +42,13 @@ class Ops(ir.tape.Tape):
     first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
     """
 
-    def __init__(self, opset: int, prefix: str = "") -> None:
+    def __init__(self, opset: int, names: Names | None = None, scope: str = "") -> None:
         super().__init__()
         self.opset = opset
-        # Put before the names of values; the values' numbers are unique in one recording.
-        self.prefix = prefix
+        # Where the names come from; those of a model if the nodes are for one.
+        self.names = Names() if names is None else names
+        # Put before the names, to tell people what the nodes belong to.
+        self.scope = scope
         self._recorded: dict[Any, Any] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
@@ -63,21 +66,36 @@ class Ops(ir.tape.Tape):
         if key in self._recorded:
             return self._recorded[key]
         gradient = _declared(op_type, _domain)
-        outputs = self.op_multi_out(
-            op_type, inputs, attributes, num_outputs=_outputs, domain=gradient.domain if gradient else _domain
-        )
+        domain = gradient.domain if gradient else _domain
+        outputs = self.add(op_type, inputs, attributes, outputs=_outputs, domain=domain)
         elements = self._element_types(op_type, gradient, inputs, attributes, _outputs)
         for output, element in zip(outputs, elements, strict=False):
             if element is not None:
                 output.type = ir.TensorType(element)
-        for output in outputs:
-            output.name = f"{self.prefix}{op_type}_{len(self.nodes)}" + (
-                f"_{output.index()}" if _outputs > 1 else ""
-            )
         result = outputs[0] if _outputs == 1 else outputs
         if op_type not in RANDOM and not any(isinstance(a, ir.Graph) for a in attributes.values()):
             self._recorded[key] = result
         return result
+
+    def add(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        outputs: int = 1,
+        domain: str = "",
+    ) -> Sequence[ir.Value]:
+        """Record a node as it is; its name and those of its outputs are like no others."""
+        name = self.name(op_type)
+        values = self.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, domain=domain, name=name)
+        for i, value in enumerate(values):
+            value.name = name if outputs == 1 else self.names.fresh(f"{name}.{i}")
+        return values
+
+    def name(self, name: str) -> str:
+        """A name for something that belongs to what is recorded."""
+        return self.names.fresh(f"{self.scope}/{name}" if self.scope else name)
 
     def _operand(self, operand: Any, like: ir.Value | None) -> ir.Value | None:
         if operand is None or isinstance(operand, ir.Value):
@@ -94,8 +112,7 @@ class Ops(ir.tape.Tape):
         """A constant tensor; equal ones are recorded once."""
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._recorded:
-            value = self.op("Constant", [], {"value": ir.tensor(array)})
-            value.name = f"{self.prefix}Constant_{len(self.nodes)}"
+            (value,) = self.add("Constant", [], {"value": ir.tensor(array)})
             value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
             value.shape = ir.Shape(array.shape)
             self._recorded[key] = value
@@ -109,8 +126,7 @@ class Ops(ir.tape.Tape):
 
     def copy(self, value: ir.Value) -> ir.Value:
         """The value under a name of its own, for an output."""
-        copied = self.op("Identity", [value])
-        copied.name = f"{self.prefix}Identity_{len(self.nodes)}"
+        (copied,) = self.add("Identity", [value])
         copied.type, copied.shape = value.type, value.shape
         return copied
 
@@ -133,14 +149,63 @@ class Ops(ir.tape.Tape):
             )
         return len(value.shape)
 
+    def Pad(  # noqa: N802
+        self,
+        value: ir.Value,
+        pads: Any,
+        constant: Any = None,
+        axes: Any = None,
+        *,
+        rank: int | None = None,
+        mode: str | None = None,
+    ) -> ir.Value:
+        """Pad along some axes. `rank` is the value's number of dimensions, if that is known.
+
+        The node is written for all axes: onnxruntime reorders `pads` when it moves a Transpose past a Pad,
+        but not `axes`.
+        """
+        if axes is not None:
+            if rank is None and value.shape is not None:
+                rank = len(value.shape)
+            pads = self._all_pads(value, self._operand(pads, None), self._operand(axes, None), rank)
+        padded: ir.Value = self._record("Pad", value, pads, constant, mode=mode)
+        return padded
+
+    def _all_pads(self, value: ir.Value, pads: Any, axes: Any, rank: int | None) -> ir.Value:
+        """The pads of all axes, from those of some."""
+        known = ir.convenience.get_const_tensor(axes)
+        if known is None or rank is None or axes.is_graph_input():
+            axes = self.Cast(axes, to=ir.DataType.INT64)
+            count = self.Shape(self.Shape(value)) if rank is None else self.constant(np.array([rank]))
+            axes = self.Where(self.Less(axes, 0), self.Add(axes, count), axes)
+            places = self.Concat(axes, self.Add(axes, count), axis=0)
+            zeros = self.Expand(0, self.Mul(count, 2))
+            scattered: ir.Value = self.ScatterElements(zeros, places, pads, axis=0)
+            return scattered
+        order = [int(axis) % rank for axis in known.numpy()]
+        given = ir.convenience.get_const_tensor(pads)
+        if given is not None and not pads.is_graph_input():
+            full = np.zeros((2, rank), np.int64)
+            full[:, order] = given.numpy().reshape(2, -1)
+            return self.constant(full.reshape(-1))
+        # The last element is the 0 of all other axes.
+        places = np.full((2, rank), 2 * len(order))
+        places[:, order] = np.arange(2 * len(order)).reshape(2, -1)
+        gathered: ir.Value = self.Gather(self.Concat(pads, [0], axis=0), places.reshape(-1))
+        return gathered
+
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:
         """A graph for Scan, Loop or If: `build(op, *inputs)` records it and returns its outputs."""
-        inner = Ops(self.opset, f"{self.prefix}{name}/")
+        inner = self.inside(name)
         # An output of a graph must come from a node of it, and from one place only.
         outputs = [inner.copy(value) for value in build(inner, *inputs)]
         return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
+
+    def inside(self, name: str) -> Ops:
+        """For the nodes of a subgraph."""
+        return Ops(self.opset, self.names, f"{self.scope}/{name}" if self.scope else name)
 
     def _element_types(
         self,
@@ -223,7 +288,7 @@ def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[
 def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> ir.Function:
     """The body as a model-local function, its overload a digest of its contents."""
     operator = call.operator
-    op = Ops(opset)
+    op = Ops(opset, Names(slot.name for slot in (*operator.inputs, *operator.outputs)))
     parameters = [
         ir.Value(
             name=slot.name,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +10,12 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
-from ortgrad.backward import FLOAT_TYPES, BackwardPass, list_failures
+from ortgrad.backward import BackwardPass, list_failures
 from ortgrad.bodies import Ops
-from ortgrad.errors import ModelError, NameNotFoundError, UnsupportedGradientError
+from ortgrad.errors import ModelError, NodeError, UnsupportedGradientError
+from ortgrad.metadata import describe_build
 from ortgrad.models import check_names
-from ortgrad.names import free_name, name_nodes, taken_names
+from ortgrad.names import Names
 from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
@@ -24,9 +24,11 @@ from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.gradient_op import expand_gradient_operator
 from ortgrad.passes.inference import infer_types
 from ortgrad.passes.inline import inline
-from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.protos import read, write
+from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
+from ortgrad.resolve import decides_shapes, find_outputs, find_targets, values_by_name
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,25 @@ class Plan:
     model: ir.Model
     backward: BackwardPass
     targets: Sequence[ir.Value]
-    taken: set[str]
+    outputs: Sequence[ir.Value]
+    # What the gradients of the targets are called.
+    results: Sequence[str]
+    # What is known of the shapes of targets and outputs, whatever the file declares.
+    proven: Mapping[str, ir.Shape | None]
+    declared: Declared
 
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
     """Run the backward pass; what cannot be differentiated is in its `failures`."""
+    planned = _plan(source, wrt, of)
+    # Only if rules need a rank that nothing proves does the file get a word.
+    return _plan(source, wrt, of, trusting=True) if planned.backward.failures else planned
+
+
+def _plan(
+    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
+) -> Plan:
+    """`plan`, where ranks that the file declares count or do not count."""
     check_names(source.graph)
     model = inline(read(source), lambda function: not is_body(function))
     complete(model)
@@ -48,53 +64,71 @@ def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] |
     drop_empty_inputs(model)
     expand_gradient_operator(model)
     graph = model.graph
-    infer_types(model)
-    infer_loop_shapes(model)
-    values = _values_by_name(graph)
-    outputs = [_output(graph, name) for name in of] if of is not None else list(graph.outputs[:1])
-    if not outputs:
-        raise ModelError("the model has no output to differentiate")
-    targets = (
-        [_target(values, name) for name in wrt] if wrt is not None else _float_initializers(graph, source)
-    )
-    for value in outputs:
-        if value.dtype not in FLOAT_TYPES:
-            raise ModelError(f"output {value.name!r} {_without_gradient(value)}")
     try:
         graph.sort()
     except ValueError as error:
         raise ModelError("the nodes of the model form a cycle") from error
-    names = [value.name or "" for value in targets], [value.name or "" for value in outputs]
+    declared = infer_proven_shapes(model)
+    if pad_all_axes(model):
+        infer_types(model)
+    outputs = find_outputs(graph, of)
+    targets = find_targets(model, wrt, source, outputs)
+    # With a default, so that a training loop can feed new values; from now on nobody takes it for a constant.
+    fed = [value for value in targets if value.is_initializer() and not value.is_graph_input()]
+    graph.inputs.extend(fed)
+    if any(decides_shapes(value, model.opset_imports) for value in fed):
+        infer_proven_shapes(model)
+    proven = {value.name or "": value.shape for value in (*targets, *outputs)}
+    scalars = {v.name for v in outputs if v.shape is None and declared.ranks.get(v) == 0}
+    if trusting:
+        assume_ranks(model, declared, outputs)
+    names = [[value.name or "" for value in values] for values in (targets, outputs)]
     expand_unsupported(model, targets, outputs)
     # What was opened up has new values under the old names.
-    values = _values_by_name(graph)
-    targets, outputs = [_target(values, n) for n in names[0]], [_output(graph, n) for n in names[1]]
-    op = Ops(model.opset_imports[""])
+    values = values_by_name(graph)
+    targets, outputs = ([values[name] for name in group] for group in names)
+    op = Ops(model.opset_imports[""], Names.of(model))
     backward = BackwardPass(op, list(graph), targets)
-    taken = taken_names(graph)
     for value in outputs:
-        backward.seed(value, _seed(graph, op, value, alone=len(outputs) == 1, taken=taken))
+        if len(outputs) == 1 and _is_scalar(proven[value.name or ""], value.name in scalars):
+            backward.seed(value, _one(op, value, proven[value.name or ""] is not None))
+        else:
+            seed = ir.Value(name=op.names.fresh(f"{value.name}_grad"), type=value.type)
+            seed.shape = proven[value.name or ""]
+            graph.inputs.append(seed)
+            backward.seed(value, seed)
+    # Before anything else that the backward pass records could be called so.
+    results = [op.names.fresh(f"{value.name}_grad") for value in targets]
+    # What must be fed comes first.
+    graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
     backward.run()
-    return Plan(model, backward, targets, taken)
+    return Plan(model, backward, targets, outputs, results, proven, declared)
 
 
 def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
     """`build_gradient_model` for a ModelProto."""
     planned = plan(source, wrt, of)
-    model, backward, targets, taken = planned.model, planned.backward, planned.targets, planned.taken
+    try:
+        return _assemble(planned, source)
+    except NodeError:
+        # The body of an operator needs a rank that nothing proves.
+        return _assemble(_plan(source, wrt, of, trusting=True), source)
+
+
+def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
+    """Put what the backward pass recorded into the model."""
+    model, backward, targets = planned.model, planned.backward, planned.targets
     graph, op = model.graph, backward.op
     if backward.failures:
         raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
-    results = [_result(backward, value, taken) for value in targets]
-    name_nodes(op.nodes, taken | {value.name for value in results if value.name}, keep=set(results))
+    results: list[ir.Value] = []
+    for value, name in zip(targets, planned.results, strict=True):
+        results.append(_result(backward, value, name, results))
+        results[-1].shape = planned.proven[value.name or ""]
     graph.extend(op.nodes)
     for node in graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
-    for value, result in zip(targets, results, strict=True):
-        graph.outputs.append(result)
-        if value.is_initializer() and not value.is_graph_input():
-            # With a default, so that a training loop can feed new values.
-            graph.inputs.append(value)
+    graph.outputs.extend(results)
     graph.sort()
     deduplicate(model)
     RemoveUnusedNodesPass()(model)
@@ -105,84 +139,45 @@ def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] 
     RemoveUnusedOpsetsPass()(model)
     complete(model)
     attach(model)
+    planned.declared.restore_borders()
+    names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
+    model.metadata_props.update(describe_build(*names))
     return write(model, source)
 
 
-def _values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
-    values = [*graph.inputs, *graph.initializers.values()]
-    values += [output for node in graph for output in node.outputs]
-    return {value.name: value for value in values if value.name}
+def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> onnx.ModelProto:
+    """A copy of the model with the values in `of` as outputs, and the weights in `wrt` as initializers."""
+    model = read(source)
+    infer_types(model)
+    find_targets(model, wrt, source)
+    values = values_by_name(model.graph)
+    outputs = set(model.graph.outputs)
+    model.graph.outputs.extend(values[name] for name in of if values[name] not in outputs)
+    return write(model, source)
 
 
-def _output(graph: ir.Graph, name: str) -> ir.Value:
-    outputs = {value.name: value for value in graph.outputs if value.name}
-    if name not in outputs:
-        raise NameNotFoundError(f"of={name!r} is not an output of the model{_nearest(name, outputs)}")
-    return outputs[name]
+def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:
+    return declared if proven is None else len(proven) == 0
 
 
-def _target(values: dict[str, ir.Value], name: str) -> ir.Value:
-    if name not in values:
-        raise NameNotFoundError(f"wrt={name!r} is not a value of the model{_nearest(name, values)}")
-    value = values[name]
-    if value.dtype is not None and value.dtype not in FLOAT_TYPES:
-        raise ModelError(f"wrt={name!r} has element type {_type_name(value)}, which has no gradient")
-    return value
+def _one(op: Ops, value: ir.Value, proven: bool) -> ir.Value:
+    """The gradient of a scalar towards itself; if it is not known to be one, that is checked at run time."""
+    assert value.dtype is not None
+    op.scope = f"{value.name}_grad"
+    one = op.constant(np.array(1.0, value.dtype.numpy()))
+    return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
 
 
-def _type_name(value: ir.Value) -> str:
-    return "unknown" if value.dtype is None else value.dtype.name.lower()
-
-
-def _without_gradient(value: ir.Value) -> str:
-    producer = value.producer()
-    if value.dtype is not None or producer is None:
-        return f"has element type {_type_name(value)}, which has no gradient"
-    made_of = [v.name for v in producer.inputs if v is not None and v.dtype in FLOAT_TYPES]
-    advice = f"; differentiate what {producer.op_type} makes it of: {made_of[0]!r}" if made_of else ""
-    return f"is not known to be a tensor of numbers, so it has no gradient{advice}"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
-    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-
-
-def _float_initializers(graph: ir.Graph, source: onnx.ModelProto) -> list[ir.Value]:
-    # Shape inference does not keep their order.
-    found = [graph.initializers.get(tensor.name) for tensor in source.graph.initializer]
-    targets = [value for value in found if value is not None and value.dtype in FLOAT_TYPES]
-    if not targets:
-        raise ModelError("the model has no floating-point initializer; name what you want in wrt")
-    return targets
-
-
-def _seed(graph: ir.Graph, op: Ops, value: ir.Value, *, alone: bool, taken: set[str]) -> ir.Value:
-    """The gradient to start from: 1 for a single scalar, else an input of the graph."""
-    if alone and value.shape is not None and len(value.shape) == 0:
-        assert value.dtype is not None
-        return op.constant(np.array(1.0, value.dtype.numpy()))
-    name = free_name(f"{value.name}_grad", taken)
-    seed = ir.Value(name=name, type=value.type, shape=value.shape)
-    graph.inputs.append(seed)
-    return seed
-
-
-def _result(backward: BackwardPass, value: ir.Value, taken: set[str]) -> ir.Value:
+def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:
     """The gradient of a target under the name that belongs to it."""
     op = backward.op
-    op.prefix = f"{value.name}_grad/"
     grad = backward.total(value)
+    op.scope = f"{value.name}_grad"
     if grad is None:
         grad = op.full_like(value, 0.0)
-    name = free_name(f"{value.name}_grad", taken)
-    if grad.name != name:
-        # Another value's gradient is the same tensor, or it comes from outside.
+    producer = grad.producer()
+    if producer is None or producer.graph is not None or grad in others:
+        # Another target's gradient is the same tensor, or it comes from outside.
         grad = op.copy(grad)
-        for node in op.nodes:
-            for other in node.outputs:
-                if other.name == name:
-                    other.name = f"{name}/total"
-        grad.name = name
-    grad.type, grad.shape = value.type, value.shape
+    grad.name, grad.type = name, value.type
     return grad

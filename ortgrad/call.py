@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ortgrad.errors import NodeError
@@ -28,7 +28,6 @@ class Call:
     attributes: dict[str, Any]
     present: tuple[bool, ...]
     wanted: tuple[bool, ...]
-    session: int | None = None
 
     def to_json(self) -> str:
         fields: dict[str, Any] = {
@@ -37,28 +36,20 @@ class Call:
             "inputs": [int(flag) for flag in self.present],
             "outputs": [int(flag) for flag in self.wanted],
         }
-        if self.session is not None:
-            fields["session"] = self.session
         return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
-
-    def in_session(self, session: int) -> Call:
-        return replace(self, session=session)
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_call(operator: Operator, text: str) -> Call:
+def parse_call(operator: Operator, text: str | bytes) -> Call:
     """Read the attribute's text; raises NodeError if it is not what `to_json` writes."""
     try:
-        fields = json.loads(text)
-        call = Call(
-            operator,
-            str(fields["node"]),
-            operator.complete(fields["attributes"]),
-            tuple(bool(flag) for flag in fields["inputs"]),
-            tuple(bool(flag) for flag in fields["outputs"]),
-            fields.get("session"),
+        fields = json.loads(text.decode() if isinstance(text, bytes) else text)
+        node, attributes = _field(fields, "node", str), _field(fields, "attributes", dict)
+        present, wanted = (
+            tuple(_flag(item) for item in _field(fields, name, list)) for name in ("inputs", "outputs")
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        call = Call(operator, node, operator.complete(attributes), present, wanted)
+    except (ValueError, OverflowError, RecursionError) as error:
         raise NodeError(
             f"the attribute 'ortgrad' of a {operator.name} node cannot be read ({error}); "
             "delete it and run the model through ortgrad.prepare again"
@@ -69,4 +60,22 @@ def parse_call(operator: Operator, text: str) -> Call:
             f"{len(call.present)} inputs and {len(call.wanted)} outputs; "
             f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
         )
+    for slots, given, what in ((operator.inputs, present, "input"), (operator.outputs, wanted, "output")):
+        for slot, there in zip(slots, given, strict=True):
+            if not (there or slot.optional):
+                raise NodeError(
+                    f"{what} {slot.name} of {operator.name} node {call.node!r} is marked as absent"
+                )
     return call
+
+
+def _field(fields: Any, name: str, type_: type) -> Any:
+    if not isinstance(fields, dict) or not isinstance(fields.get(name), type_):
+        raise ValueError(f"there is no {type_.__name__} {name!r} in it")
+    return fields[name]
+
+
+def _flag(item: Any) -> bool:
+    if item not in (0, 1) or not isinstance(item, int):
+        raise ValueError(f"{item!r} is neither 0 nor 1")
+    return bool(item)

@@ -3,79 +3,126 @@
 from __future__ import annotations
 
 import itertools
-import warnings
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 import onnx
-import onnxruntime
-import onnxruntime.capi.onnxruntime_pybind11_state as ort_state
 from onnx import TensorProto, helper, numpy_helper
 
+from ortgrad.differences import Derivative, central_difference, derivative
 from ortgrad.differentiate import build_gradient_model, names_of
 from ortgrad.double import in_double
 from ortgrad.errors import ModelError, OrtgradError, WrongGradientError
+from ortgrad.forward import (
+    FIRST,
+    FLOATS,
+    ORT_ERRORS,
+    QUICK,
+    SINGLE_EPS,
+    SINGLE_STEPS,
+    Arrays,
+    CannotRunError,
+    Forward,
+    make_forward,
+    numpy_type,
+    one_line,
+    quiet,
+    rounded_otherwise,
+    size_of,
+    typed,
+    values_of,
+)
+from ortgrad.metadata import names_in
 from ortgrad.models import ModelLike, load_model
-from ortgrad.prepare import Kernels, prepare_loaded
+from ortgrad.prepare import Kernels
+from ortgrad.randomness import describe, training_switches, with_fixed_draws, with_marked_draws
+from ortgrad.registry import find_operator
 from ortgrad.schemas import schemas_known
 from ortgrad.session import InferenceSession
 
-# How far a gradient of this element type may be from the differences, relative to its size.
-TOLERANCES = {"float64": 1e-6, "float32": 1e-3}
-COARSE_TOLERANCE = 3e-2  # float16, or a forward pass in single precision
-# Steps relative to the size of the value, the most promising first.
-DOUBLE_STEPS = (1e-4, 1e-5, 1e-6, 1e-3, 1e-2)
-SINGLE_STEPS = (1e-2, 3e-3, 1e-3, 3e-2)
-FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-ORT_ERRORS: tuple[type[Exception], ...] = tuple(
-    e for e in vars(ort_state).values() if isinstance(e, type) and issubclass(e, Exception)
-)
-
-Arrays = dict[str, np.ndarray]
+# How far a gradient of this element type may be from the differences, relative to its size, without
+# further questions. What is farther off is compared with the rounding that is measured.
+TOLERANCES = {"float64": 1e-6, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+COARSE_TOLERANCE = 1e-3  # where the forward pass is in single precision
+# Rounding that would hide an error of this size leaves nothing to judge.
+LARGEST_NOISE = 0.1
+NOISE_RUNS = 3
+SAFETY = 5.0
+POINTS = 4  # that are tried until one is smooth: the given one, and others beside it
+PATIENCE = 10.0  # seconds for all directions; where they would take longer, there is one for each gradient
+# Inputs of gradient operators that are settings; those of standard operators are in their schemas.
+SETTINGS = {"ratio", "roi", "scales"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One gradient, or one node: the worst error of all directions, relative to the gradient's size."""
+    """One gradient, or one node: the worst error of all directions, relative to the gradient's size.
+
+    `tolerance` is what rounding explains: a little for the element type, and more where more was measured.
+    """
 
     name: str
     error: float
     tolerance: float
     note: str = ""
+    judged: bool = True
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not."""
-        return self.error <= self.tolerance
+        """Whether the error is within the tolerance; NaN is not, nor is what could not be judged."""
+        return self.judged and self.error <= self.tolerance
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the gradient is wrong."""
+        return self.judged and not self.ok
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """What `check_gradients` found. `forward` says what ran the forward pass."""
+    """What `check_gradients` found. `forward` says what ran the forward pass.
+
+    `gradients` has the precisions in which the gradients were computed, `fixed` the random nodes whose
+    results were drawn once.
+    """
 
     rows: tuple[Row, ...]
     forward: str
     nodes: tuple[Row, ...] = ()
+    gradients: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether all gradients agree, and all nodes if they were asked for."""
-        return all(row.ok for row in (*self.rows, *self.nodes))
+        """Whether no gradient is wrong and some could be judged, and no node is if they were asked for."""
+        return any(row.ok for row in self.rows) and not any(row.wrong for row in (*self.rows, *self.nodes))
+
+    @property
+    def judged(self) -> bool:
+        """Whether there was anything to go by, for one of the gradients at least."""
+        return any(row.judged for row in (*self.rows, *self.nodes))
 
     def raise_if_wrong(self) -> None:
         """Raise WrongGradientError with the table, unless all is well."""
         if not self.ok:
-            raise WrongGradientError(f"gradients disagree with central differences\n{self}")
+            what = "disagree with central differences" if self.judged else "could not be judged"
+            raise WrongGradientError(f"gradients {what}\n{self}")
 
     def __str__(self) -> str:
         rows = (*self.rows, *self.nodes)
         width = max(len(row.name) for row in rows)
-        lines = [f"forward pass: {self.forward}"]
+        lines = [f"forward pass: {self.forward}; gradients: {' and '.join(self.gradients)}"]
+        if self.fixed:
+            lines.append(describe(self.fixed))
         for row in rows:
-            verdict = "ok   " if row.ok else "WRONG"
-            line = f"{row.name:<{width}}  {verdict}  error {row.error:.1e}, allowed {row.tolerance:.0e}"
+            if row.judged:
+                verdict = "ok   " if row.ok else "WRONG"
+                line = f"{row.name:<{width}}  {verdict}  error {row.error:.1e}, allowed {row.tolerance:.0e}"
+            else:
+                line = f"{row.name:<{width}}  not judged:"
             lines.append(f"{line}  {row.note}".rstrip())
         return "\n".join(lines)
 
@@ -97,295 +144,394 @@ def check_gradients(
 
     Inputs that `feeds` leaves out are drawn at random: symbolic dimensions get small sizes, whole
     numbers are 0 or 1. `wrt` defaults to every floating-point input and initializer that a gradient
-    can flow to, `of` to every floating-point output. The forward pass runs on onnxruntime where it
-    has double kernels, else on onnx's reference implementation, else in single precision with a
-    looser tolerance; the result says which. With `per_node`, every node between `wrt` and `of` is
+    can flow to, `of` to every floating-point output. With `per_node`, every node between `wrt` and `of` is
     checked by itself too, on the values it meets in the model. `progress(done, total, name)` is
-    called after every gradient and node.
+    called once before the first, and after every gradient and node. If the forward pass is slow, there is one
+    direction for each gradient.
 
-    Differences mean nothing at a kink: do not feed 0 to Relu or equal values to Max.
+    The forward pass runs on onnxruntime where it has double kernels, else on onnx's reference implementation,
+    else in single precision; the result says which. The gradients are computed in the model's own types and,
+    where onnxruntime can, in double. A gradient that is off by more than `tolerance` of its size (default: by
+    element type) is wrong, unless the rounding that is measured explains it: from step to step of the
+    differences, and in the gradient itself. Where rounding would hide anything, it is not judged.
+
+    Where the function has a kink, as Relu at 0, the gradients are checked at a point beside it. The results
+    of random operators, such as a Dropout in training mode, are drawn once and are the same everywhere.
     """
     proto = load_model(model)
     generator = np.random.default_rng(seed)
+    given = {name: np.asarray(array) for name, array in (feeds or {}).items()}
     targets, outputs = names_of(wrt), names_of(of)
     if targets is None:
         targets = _differentiable(proto)
     if outputs is None:
         outputs = [o.name for o in proto.graph.output if o.type.tensor_type.elem_type in FLOATS]
     if not (targets and outputs):
-        raise ModelError("there is no floating-point input, or no floating-point output, to check")
-    built = build_gradient_model(proto, wrt=targets, of=outputs)
-    complete = _complete_feeds(proto, feeds or {}, outputs, generator)
-    forward = _forward(proto, complete, targets, outputs)
+        raise ModelError(_nothing_to_check(proto, targets))
+    report = progress if progress is not None else lambda done, total, name: None
+    report(0, len(targets), "building the gradient model")
+    marked, fixed = with_marked_draws(proto, given)
+    built = build_gradient_model(marked, wrt=targets, of=outputs)
+    targets, outputs = names_in(built)
+    marked = proto = _exposed(marked, targets, outputs)
+    if fixed:
+        proto, built = with_fixed_draws(marked), with_fixed_draws(built)
+    complete = _complete_feeds(proto, given, outputs, training_switches(marked), generator)
+    forward = make_forward(proto, complete, targets, outputs)
     known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     seeds = [value.name for value in built.graph.input if value.name not in known]
-    weights = {
-        name: generator.standard_normal(forward.base[name].shape) if seeds else np.ones(())
-        for name in outputs
-    }
-    # A single scalar is seeded inside the model.
-    fed = dict(zip(seeds, weights.values(), strict=bool(seeds)))
-    gradients = _gradients(built, {**complete, **fed}, targets, kernels)
-    nodes = _nodes_between(proto, targets, outputs) if per_node else []
+    passes = [_Gradients(built, targets, kernels)]
+    if forward.on_onnxruntime and any(h.value.dtype != np.float64 for h in forward.handles.values()):
+        passes += _gradients_in_double(marked, targets, outputs, kernels)
+    check = _Check(forward, passes, outputs, seeds, complete, tolerance, directions, generator)
+    nodes = _nodes_between(marked, targets, outputs) if per_node else []
     rows: list[Row] = []
 
     def add(row: Row) -> None:
         rows.append(row)
-        if progress is not None:
-            progress(len(rows), len(targets) + len(nodes), row.name)
+        report(len(rows), len(targets) + len(nodes), row.name)
 
-    for name, grad in zip(targets, gradients, strict=True):
-        allowed = forward.tolerance(grad) if tolerance is None else tolerance
-        errors = [
-            forward.error(name, grad, weights, generator.standard_normal(grad.shape), allowed)
-            for _ in range(directions)
-        ]
-        add(Row(name, float(np.max(errors)), allowed))
+    for name in targets:
+        add(check.row(name))
     alone = partial(check_gradients, kernels=kernels, directions=directions, tolerance=tolerance, seed=seed)
-    values = _intermediates(proto, complete) if nodes else {}
+    values = _intermediates(proto, marked, complete) if nodes else {}
     for node in nodes:
-        add(_check_node(node, proto, values, generator, alone))
-    return GradientCheck(tuple(rows[: len(targets)]), forward.name, tuple(rows[len(targets) :]))
+        add(_check_node(node, marked, values, alone))
+    return GradientCheck(
+        tuple(rows[: len(targets)]),
+        forward.name,
+        tuple(rows[len(targets) :]),
+        check.precisions,
+        fixed,
+    )
 
 
-def _gradients(
-    built: onnx.ModelProto, feeds: Arrays, targets: Sequence[str], kernels: Kernels
-) -> list[np.ndarray]:
-    session = InferenceSession(built, kernels=kernels)
-    results = session.run(None, _typed(built, feeds))
-    return [np.asarray(result) for result in results[-len(targets) :]]
+def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:
+    """The model with all that is differentiated among its outputs, and all weights among its initializers."""
+    graph = proto.graph
+    known = {value.name for value in (*graph.input, *graph.initializer)}
+    known.update(name for node in graph.node if node.op_type != "Constant" for name in node.output)
+    if known.issuperset(targets) and {value.name for value in graph.output}.issuperset(outputs):
+        return proto
+    from ortgrad.build import exposed  # onnx-ir takes a while to import
+
+    return exposed(proto, targets, outputs)
 
 
-def _typed(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """What the model takes of the feeds, floating-point ones in the element types it declares."""
-    typed = {}
-    for value in model.graph.input:
-        element = value.type.tensor_type.elem_type
-        if value.name in feeds:
-            array = feeds[value.name]
-            typed[value.name] = array.astype(_numpy_type(element)) if element in FLOATS else array
-    return typed
+def _nothing_to_check(proto: onnx.ModelProto, targets: Sequence[str]) -> str:
+    if targets:
+        kinds = sorted({_kind(value.type) for value in proto.graph.output})
+        return f"there is no floating-point output to check: the outputs hold {' and '.join(kinds)}"
+    kinds = sorted({_kind(value.type) for value in proto.graph.input})
+    return "there is no floating-point input or initializer to check that a gradient flows to" + (
+        f": the inputs hold {' and '.join(kinds)}" if kinds else ""
+    )
 
 
-def _numpy_type(element: int) -> np.dtype:
-    return np.dtype(helper.tensor_dtype_to_np_dtype(element))
+def _kind(type_: onnx.TypeProto) -> str:
+    which = type_.WhichOneof("value")
+    if which == "tensor_type":
+        return f"{TensorProto.DataType.Name(type_.tensor_type.elem_type).lower()} tensors"
+    return f"a {str(which or 'value').removesuffix('_type')}"
 
 
-# The forward pass
+# The gradients
+
+
+class _Gradients:
+    """A gradient model in a session."""
+
+    def __init__(self, built: onnx.ModelProto, targets: Sequence[str], kernels: Kernels) -> None:
+        self._model = built
+        self._targets = targets
+        try:
+            self._session = InferenceSession(built, quiet(), kernels=kernels)
+        except ORT_ERRORS as error:
+            raise ModelError(f"the gradient model does not load: {one_line(error)}") from error
+
+    def run(self, feeds: Arrays) -> Arrays:
+        """The gradients by target."""
+        try:
+            results = self._session.run(None, typed(self._model, feeds))
+        except ORT_ERRORS as error:
+            raise ModelError(f"the gradient model does not run: {one_line(error)}") from error
+        arrays = map(np.asarray, results[-len(self._targets) :])
+        return dict(zip(self._targets, arrays, strict=True))
+
+
+def _gradients_in_double(
+    marked: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str], kernels: Kernels
+) -> list[_Gradients]:
+    """The gradients of the model in double, if they can be built."""
+    try:
+        built = build_gradient_model(in_double(marked), wrt=targets, of=outputs)
+        return [_Gradients(with_fixed_draws(built), targets, kernels)]
+    except OrtgradError:
+        return []
+
+
+# The verdict
 
 
 @dataclass(frozen=True)
-class _Handle:
-    """Where to feed a target, the value there, and how large the target is.
+class _Point:
+    """Values to differentiate at, what the forward pass gives there, and the gradients of every pass.
 
-    What is fed for an intermediate value is added to it, so the value there is zero.
+    `rounding` is how far the forward pass in the model's own types is from `base`, relative to that.
+    `otherwise` has the gradients of a pass where the values are rounded otherwise.
     """
 
-    feed: str
-    value: np.ndarray
-    size: float
+    feeds: Arrays
+    base: np.ndarray
+    rounding: float
+    gradients: list[Arrays]
+    otherwise: dict[int, list[Arrays]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """The forward model with inputs for `wrt`, run by something precise enough for differences."""
+class _Verdict:
+    """How far a slope is from the differences and may be, both relative; or why that cannot be said."""
 
-    name: str
-    run: Callable[[Arrays], Arrays]
-    feeds: Arrays
-    base: Arrays
-    handles: dict[str, _Handle]
-    steps: Sequence[float]
+    error: float
+    allowed: float
+    reason: str = ""
 
-    def tolerance(self, grad: np.ndarray) -> float:
-        fine = TOLERANCES.get(grad.dtype.name) if self.steps is DOUBLE_STEPS else None
-        return COARSE_TOLERANCE if fine is None else fine
-
-    def error(
-        self, name: str, grad: np.ndarray, weights: Arrays, direction: np.ndarray, allowed: float
-    ) -> float:
-        """How far the slope along a direction is from the differences, for the step that fits best."""
-        if not np.isfinite(grad).all():
-            return np.inf
-        handle = self.handles[name]
-        # Below this there is only rounding, of the gradient and of the differences.
-        noise = 1e-3 if grad.dtype != np.float64 else 1e-7
-        total = sum(float(np.sum(np.abs(w * self.base[k]))) for k, w in weights.items())
-        grad = grad.astype(np.float64)
-        scale = max(float(np.linalg.norm(grad)), noise * total / handle.size, 1e-30)
-        slope = float(np.sum(grad * direction))
-        best = np.inf
-        estimates: dict[float, float] = {}
-        for step in self.steps:
-            fine = estimates[step] = self._difference(handle, direction, step * handle.size, weights)
-            coarse = estimates.get(step * 10)
-            found = [fine] if coarse is None else [fine, (100 * fine - coarse) / 99]
-            if not np.isfinite(found).all():
-                return np.inf
-            best = min(best, *(abs(slope - e) / max(scale, abs(e)) for e in found))
-            if best <= allowed / 10:
-                break
-        return float(best)
-
-    def _difference(self, handle: _Handle, direction: np.ndarray, step: float, weights: Arrays) -> float:
-        value = self.feeds[handle.feed]
-        ahead, behind = (
-            self.run({**self.feeds, handle.feed: np.asarray(value + signed * direction, value.dtype)})
-            for signed in (step, -step)
-        )
-        return sum(
-            float(np.sum(w * (ahead[k].astype(np.float64) - behind[k].astype(np.float64))))
-            for k, w in weights.items()
-        ) / (2 * step)
+    @property
+    def wrong(self) -> bool:
+        return not self.reason and not self.error <= self.allowed
 
 
-def _forward(
-    proto: onnx.ModelProto, feeds: Arrays, targets: Sequence[str], outputs: Sequence[str]
-) -> _Forward:
-    """The most precise forward pass that computes what onnxruntime computes in the model's own types."""
-    model, handles = _with_targets_as_inputs(proto, feeds, targets)
-    initial = {**feeds, **{handle.feed: handle.value for handle in handles.values()}}
-    try:
-        single = _onnxruntime(model)
-        expected = single(initial)
-    except _CannotRunError as error:
-        raise ModelError(f"the model does not run: {error}") from error
-    ways = (
-        ("float64 on onnxruntime", _onnxruntime),
-        ("float64 on onnx.reference", _reference),
+class _Check:
+    """The differences of a forward pass against the gradients of one or two gradient models."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        passes: Sequence[_Gradients],
+        outputs: Sequence[str],
+        seeds: Sequence[str],
+        feeds: Arrays,
+        tolerance: float | None,
+        directions: int,
+        generator: np.random.Generator,
+    ) -> None:
+        self._forward = forward
+        self._passes = passes
+        self._tolerance = tolerance
+        self._generator = generator
+        initial = {**feeds, **{handle.feed: handle.value for handle in forward.handles.values()}}
+        base = forward.run(initial)
+        self._weights = {
+            # Outputs that are not finite have no differences.
+            name: np.where(np.isfinite(base[name]), generator.standard_normal(base[name].shape), 0.0)
+            if seeds
+            else np.ones(())
+            for name in outputs
+        }
+        # A single scalar is seeded inside the model.
+        self._seeds = dict(zip(seeds, self._weights.values(), strict=bool(seeds)))
+        self._points: list[_Point | None] = [self._point(initial)]
+        started = time.perf_counter()
+        forward.run(initial)
+        seconds = 2 * (time.perf_counter() - started) * directions * len(forward.handles)
+        self._directions = directions if seconds < PATIENCE else 1
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The element types of the gradients."""
+        first = self._points[0]
+        assert first is not None
+        names = [array.dtype.name for arrays in first.gradients for array in arrays.values()]
+        return tuple(dict.fromkeys(names))
+
+    def row(self, name: str) -> Row:
+        """The verdict on the gradient towards a target."""
+        first = ""
+        for i in range(POINTS):
+            while len(self._points) <= i:
+                self._points.append(self._beside(len(self._points)))
+            point = self._points[i]
+            if point is None:
+                continue
+            verdict, note = self._at(point, name)
+            if not verdict.reason:
+                beside = f"beside the given point: there, {first}" if first else ""
+                return Row(name, verdict.error, verdict.allowed, "; ".join(filter(None, (note, beside))))
+            first = first or verdict.reason
+        return Row(name, np.nan, np.nan, first, judged=False)
+
+    def _point(self, feeds: Arrays) -> _Point:
+        base = self._vector(self._forward.run(feeds))
+        own = self._vector(self._forward.own(feeds))
+        size = float(np.linalg.norm(base))
+        rounding = float(np.linalg.norm(own - base)) / size if size > 0 and own.shape == base.shape else 0.0
+        return _Point(feeds, base, rounding, [p.run({**feeds, **self._seeds}) for p in self._passes])
+
+    def _beside(self, number: int) -> _Point | None:
+        """A point where what was equal or zero at the first no longer is; None if nothing can run there."""
+        first = self._points[0]
+        assert first is not None
+        added = {handle.feed for handle in self._forward.handles.values() if handle.inner}
+        moved = {}
+        for name, array in first.feeds.items():
+            if array.dtype.kind not in "fV" or name in added:
+                moved[name] = array
+                continue
+            shift = self._generator.uniform(0.01, 0.04, array.shape)
+            # Upwards first: many functions end at 0.
+            sign = 1.0 if number % 2 else self._generator.choice([-1.0, 1.0], array.shape)
+            moved[name] = np.asarray(array.astype(np.float64) + size_of(array) * shift * sign, array.dtype)
+        try:
+            point = self._point(moved)
+        except (CannotRunError, ModelError):
+            return None
+        return point if point.base.shape == first.base.shape and np.isfinite(point.base).all() else None
+
+    def _vector(self, results: Arrays) -> np.ndarray:
+        """What is differentiated is the sum of this."""
+        parts = []
+        for name, weight in self._weights.items():
+            result = results[name].astype(np.float64)
+            if weight.shape not in ((), result.shape):
+                return np.full(1, np.nan)
+            with np.errstate(invalid="ignore"):
+                parts.append(np.where(weight == 0, 0.0, weight * result).ravel())
+        return np.concatenate(parts)
+
+    def _at(self, point: _Point, name: str) -> tuple[_Verdict, str]:
+        """The verdict at a point, from several directions."""
+        found: list[list[_Verdict]] = [[] for _ in self._passes]
+        shape = point.gradients[0][name].shape
+        tried = 0
+        # More directions where one crosses a kink, or where only one disagrees.
+        while tried < self._directions or (tried < self._directions + 3 and _open(found, self._directions)):
+            tried += 1
+            direction = self._generator.standard_normal(shape)
+            for verdicts, verdict in zip(found, self._along(point, name, direction), strict=True):
+                verdicts.append(verdict)
+        verdicts = [_summary(each) for each in found]
+        own, double = verdicts[0], verdicts[-1]
+        if own.wrong or not double.wrong:
+            if own.reason and not double.reason:
+                return double, f"in double only: {own.reason}"
+            return own, ""
+        return double, "in double"
+
+    def _along(self, point: _Point, name: str, direction: np.ndarray) -> list[_Verdict]:
+        """The verdict on every pass from one direction."""
+        forward, handle = self._forward, self._forward.handles[name]
+        value = point.feeds[handle.feed].astype(np.float64)
+        single = forward.steps is SINGLE_STEPS
+
+        @cache
+        def function(t: float) -> np.ndarray:
+            moved = {**point.feeds, handle.feed: value + t * direction}
+            try:
+                return self._vector(forward.run(moved)) if t else point.base
+            except CannotRunError:
+                return np.full(1, np.nan)
+
+        def measure(enough: float) -> Derivative:
+            rounding = 4 * _eps("float64", single) * float(np.linalg.norm(point.base))
+            steps = [s * handle.size for s in forward.steps]
+            if not single:
+                few = derivative(function, [s * handle.size for s in FIRST], rounding)
+                if few.error <= enough:
+                    return few
+            return derivative(function, steps, rounding, plateaus=single)
+
+        gradients = [gradients[name] for gradients in point.gradients]
+        wide = [gradient.astype(np.float64) for gradient in gradients]
+        with np.errstate(invalid="ignore"):
+            slopes = [float(np.sum(gradient * direction)) for gradient in wide]
+        total = float(np.sum(np.abs(point.base)))
+        norms = [float(np.linalg.norm(gradient)) for gradient in wide]
+        quick = central_difference(function, QUICK[forward.steps] * handle.size)
+        measured = None
+        verdicts = []
+        for i, (gradient, slope) in enumerate(zip(gradients, slopes, strict=True)):
+            precision = gradient.dtype.name
+            base = TOLERANCES[precision] if self._tolerance is None else self._tolerance
+            if single and self._tolerance is None:
+                base = max(base, COARSE_TOLERANCE)
+            scale = max(norms[i] if np.isfinite(norms[i]) else 0.0, abs(quick), 1e-30)
+            error = abs(slope - quick)
+            if error <= base * scale:
+                verdicts.append(_Verdict(error / scale, base))
+                continue
+            noise = self._noise(point, i, name, direction) + SAFETY * point.rounding * scale
+            if noise <= LARGEST_NOISE * scale and error <= base * scale + noise:
+                verdicts.append(_Verdict(error / scale, base + noise / scale))
+                continue
+            if measured is None:
+                measured = measure(0.01 * error)
+            if not np.isfinite(measured.error):
+                verdicts.append(_Verdict(np.nan, np.nan, "the differences are not finite or do not converge"))
+                continue
+            if not np.isfinite(slope):
+                smooth = not measured.jump and measured.error <= LARGEST_NOISE * abs(measured.value)
+                reason = "" if smooth else "the gradient is not finite, and the differences do not converge"
+                verdicts.append(_Verdict(np.inf, base, reason))
+                continue
+            scale = max(norms[i], abs(measured.value), 1e-30)
+            error = abs(slope - measured.value)
+            # A slope below this is rounding, of something that is zero.
+            zero = 10 * _eps(precision, single) * total / handle.size
+            if max(norms[i], abs(measured.value)) + measured.error <= zero:
+                verdicts.append(_Verdict(error * handle.size / total, zero * handle.size / total))
+                continue
+            noise = measured.error + (noise if error > base * scale + measured.error else 0.0)
+            verdict = _Verdict(error / scale, base + noise / scale)
+            if verdict.wrong and measured.jump >= error / 10:
+                verdict = _Verdict(np.nan, np.nan, "it is on a kink")
+            elif not verdict.wrong and noise > LARGEST_NOISE * scale:
+                verdict = _Verdict(np.nan, np.nan, f"rounding hides errors below {noise / scale:.0%}")
+            verdicts.append(verdict)
+        return verdicts
+
+    def _noise(self, point: _Point, number: int, name: str, direction: np.ndarray) -> float:
+        """How far the slope moves if all values are rounded otherwise."""
+        if number not in point.otherwise:
+            runs = point.otherwise[number] = []
+            for _ in range(NOISE_RUNS):
+                other = {
+                    key: rounded_otherwise(array, self._generator, _eps(array.dtype.name, True))
+                    if array.dtype.kind in "fV"
+                    else array
+                    for key, array in point.feeds.items()
+                }
+                runs.append(self._passes[number].run({**other, **self._seeds}))
+        right = point.gradients[number][name].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            moves = [
+                abs(float(np.sum((other[name].astype(np.float64) - right) * direction)))
+                if other[name].shape == right.shape
+                else np.inf
+                for other in point.otherwise[number]
+            ]
+        return SAFETY * float(np.max(np.nan_to_num(moves, nan=np.inf)))
+
+
+def _eps(precision: str, single: bool) -> float:
+    """The rounding of an element type, of float32 at least if `single`."""
+    eps = 2.0**-7 if precision == "bfloat16" else float(np.finfo(precision).eps)
+    return max(eps, SINGLE_EPS) if single else eps
+
+
+def _open(found: Sequence[Sequence[_Verdict]], directions: int) -> bool:
+    """Whether more directions are needed for a verdict."""
+    return any(
+        sum(v.wrong for v in each) == 1 or sum(not v.reason for v in each) < directions for each in found
     )
-    double = in_double(model)
-    name, run, typed, base = "single precision", single, _typed(model, initial), expected
-    for way, make in ways:
-        try:
-            candidate, widened = make(double), _typed(double, initial)
-            found = candidate(widened)
-        except (_CannotRunError, OrtgradError):
-            continue
-        if all(_agree(found[k], expected[k]) for k in outputs):
-            name, run, typed, base = way, candidate, widened, found
-            break
-    again = run(typed)
-    if not all(np.array_equal(again[k], base[k], equal_nan=True) for k in outputs):
-        raise ModelError("the forward pass is random: two runs on the same inputs differ")
-    return _Forward(name, run, typed, base, handles, SINGLE_STEPS if run is single else DOUBLE_STEPS)
 
 
-class _CannotRunError(Exception):
-    """Something cannot run the forward pass."""
-
-
-FAILURES: tuple[type[Exception], ...] = (_CannotRunError, OrtgradError, *ORT_ERRORS)
-
-
-def _quiet() -> onnxruntime.SessionOptions:
-    """For sessions whose failures are handled here: onnxruntime need not write them to stderr."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return options
-
-
-def _onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
-    try:
-        session = InferenceSession(model, _quiet(), kernels="onnx")
-    except ORT_ERRORS as error:
-        raise _CannotRunError(str(error)) from error
-    names = [output.name for output in session.get_outputs()]
-
-    def run(feeds: Arrays) -> Arrays:
-        try:
-            return dict(zip(names, session.run(None, _typed(model, feeds)), strict=True))
-        except ORT_ERRORS as error:
-            raise _CannotRunError(str(error)) from error
-
-    return run
-
-
-def _reference(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
-    from onnx.reference import ReferenceEvaluator
-
-    names = [output.name for output in model.graph.output]
-
-    def run(feeds: Arrays) -> Arrays:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results = evaluator.run(None, feeds)
-        return {name: np.asarray(result) for name, result in zip(names, results, strict=True)}
-
-    def guarded(feeds: Arrays) -> Arrays:
-        try:
-            return run(feeds)
-        except Exception as error:  # a NumPy program of its own: it may raise anything
-            raise _CannotRunError(str(error)) from error
-
-    try:
-        evaluator = ReferenceEvaluator(prepare_loaded(model, "onnx"))
-    except Exception as error:
-        raise _CannotRunError(str(error)) from error
-    return guarded
-
-
-def _agree(actual: np.ndarray, expected: np.ndarray) -> bool:
-    if actual.shape != expected.shape:
-        return False
-    if not actual.size:
-        return True
-    eps = float(np.finfo(expected.dtype).eps) if expected.dtype.kind == "f" else 1e-2
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    scale = float(np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected)))
-    return bool(np.allclose(actual, expected, rtol=0, atol=max(1e4 * eps * scale, 1e-6), equal_nan=True))
-
-
-def _size(array: np.ndarray) -> float:
-    size = float(np.sqrt(np.mean(np.square(array.astype(np.float64))))) if array.size else 1.0
-    return float(np.clip(size, 1e-2, 1e2)) if size > 0 and np.isfinite(size) else 1.0
-
-
-def _with_targets_as_inputs(
-    proto: onnx.ModelProto, feeds: Arrays, targets: Sequence[str]
-) -> tuple[onnx.ModelProto, dict[str, _Handle]]:
-    """The model with an input for every target, and what to feed there."""
-    model = onnx.ModelProto()
-    model.CopyFrom(proto)
-    graph = model.graph
-    inputs = {value.name for value in graph.input}
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    inner = [name for name in targets if name not in inputs and name not in initializers]
-    found = _values(proto, feeds, inner) if inner else {}
-    handles = {}
-    for name in targets:
-        if name in inner:
-            handles[name] = _Handle(f"{name}.delta", np.zeros_like(found[name]), _size(found[name]))
-            _let_move(graph, name, found[name].dtype)
-            continue
-        value = feeds[name] if name in feeds else numpy_helper.to_array(initializers[name])
-        handles[name] = _Handle(name, value, _size(value))
-        if name not in inputs:
-            graph.input.append(helper.make_tensor_value_info(name, initializers[name].data_type, value.shape))
-    return model, handles
-
-
-def _let_move(graph: onnx.GraphProto, name: str, dtype: np.dtype) -> None:
-    """Add a graph input `<name>.delta` to an intermediate value."""
-    nodes = list(graph.node)
-    position = next(i for i, node in enumerate(nodes) if name in node.output)
-    producer = nodes[position]
-    producer.output[list(producer.output).index(name)] = f"{name}.before"
-    nodes.insert(position + 1, helper.make_node("Add", [f"{name}.before", f"{name}.delta"], [name]))
-    del graph.node[:]
-    graph.node.extend(nodes)
-    element = helper.np_dtype_to_tensor_dtype(dtype)
-    graph.input.append(helper.make_tensor_value_info(f"{name}.delta", element, None))
-
-
-def _values(proto: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Arrays:
-    """Intermediate values of the model."""
-    model = onnx.ModelProto()
-    model.CopyFrom(proto)
-    del model.graph.output[:]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = InferenceSession(model, kernels="onnx")
-    return dict(zip(names, session.run(None, _typed(model, feeds)), strict=True))
+def _summary(verdicts: Sequence[_Verdict]) -> _Verdict:
+    """The worst of the directions. A single one of several that disagrees is an accident."""
+    judged = sorted((v for v in verdicts if not v.reason), key=lambda v: v.error / v.allowed)
+    if not judged:
+        return verdicts[0]
+    alone = len(judged) > 2 and judged[-1].wrong and not judged[-2].wrong
+    return judged[-2] if alone else judged[-1]
 
 
 # Feeds
@@ -395,29 +541,35 @@ def _complete_feeds(
     proto: onnx.ModelProto,
     feeds: Mapping[str, np.ndarray],
     outputs: Sequence[str],
+    switches: set[str],
     generator: np.random.Generator,
 ) -> Arrays:
     """The feeds with random ones for what is left out, such that the model runs and stays finite."""
-    given = {name: np.asarray(array) for name, array in feeds.items()}
-    unknown = sorted(set(given) - {value.name for value in proto.graph.input})
+    given = typed(proto, feeds)
+    unknown = sorted(set(feeds) - {value.name for value in proto.graph.input})
     if unknown:
         raise ModelError(f"the model has no input {unknown[0]!r} to feed")
     defaults = {tensor.name for tensor in proto.graph.initializer}
     missing = [v for v in proto.graph.input if v.name not in given and v.name not in defaults]
     if not missing:
         return given
-    session = InferenceSession(proto, _quiet(), kernels="onnx")
+    try:
+        session = InferenceSession(proto, quiet(), kernels="onnx")
+    except ORT_ERRORS as error:
+        raise ModelError(f"the model does not load: {one_line(error)}") from error
     reason = "its outputs are not finite"
     # Equal sizes for models whose names of dimensions do not say which must agree.
     for spread, distinct in itertools.product(DISTRIBUTIONS, (True, False)):
         drawn = _draw(missing, _sizes(proto, given), spread, distinct, generator)
+        # What was meant to be switched off is not: there is more to check with Dropout.
+        drawn.update((k, np.ones_like(drawn[k])) for k in switches & drawn.keys())
         try:
-            results = session.run(list(outputs), _typed(proto, {**given, **drawn}))
+            results = session.run(list(outputs), {**given, **typed(proto, drawn)})
         except ORT_ERRORS as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             continue
         if all(np.isfinite(np.asarray(result)).all() for result in results):
-            return {**given, **drawn}
+            return {**given, **typed(proto, drawn)}
     raise ModelError(f"the model does not run on random inputs ({reason}); give feeds")
 
 
@@ -449,6 +601,8 @@ def _draw(
     drawn = {}
     for value in missing:
         tensor = value.type.tensor_type
+        if value.type.WhichOneof("value") != "tensor_type":
+            raise ModelError(f"input {value.name!r} is {_kind(value.type)}, not a tensor: feed it")
         if not tensor.HasField("shape"):
             raise ModelError(f"input {value.name!r} has no shape: feed it")
         shape = []
@@ -460,7 +614,7 @@ def _draw(
         elif tensor.elem_type == TensorProto.STRING:
             raise ModelError(f"input {value.name!r} holds strings: feed it")
         else:
-            drawn[value.name] = generator.integers(0, 2, shape).astype(_numpy_type(tensor.elem_type))
+            drawn[value.name] = generator.integers(0, 2, shape).astype(numpy_type(tensor.elem_type))
     return drawn
 
 
@@ -480,6 +634,12 @@ def _differentiable(proto: onnx.ModelProto) -> list[str]:
 
 def _not_differentiable(node: onnx.NodeProto, proto: onnx.ModelProto) -> set[str]:
     """The inputs of a node that its schema declares to have no gradient: scales, axes, ratios."""
+    operator = find_operator(node.op_type, node.domain)
+    if operator is not None:
+        slots = zip(node.input, operator.inputs, strict=False)
+        return {name for name, slot in slots if name and slot.name in SETTINGS}
+    if node.op_type == "ResizeGrad":
+        return set(node.input[2:4])  # onnxruntime-training's: roi and scales
     version = next((o.version for o in proto.opset_import if o.domain == node.domain), 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return set()
@@ -540,46 +700,32 @@ def _nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequ
     return found[::-1]
 
 
-def _intermediates(proto: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """Every value of the main graph."""
-    produced = [name for node in proto.graph.node for name in node.output if name]
+def _intermediates(proto: onnx.ModelProto, marked: onnx.ModelProto, feeds: Arrays) -> Arrays:
+    """Every value of the main graph; `marked` is the model with random nodes in the place of fixed ones."""
+    produced = [name for node in marked.graph.node for name in node.output if name]
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    return {**weights, **_typed(proto, feeds), **_values(proto, feeds, produced)}
+    return {**weights, **typed(proto, feeds), **values_of(proto, feeds, produced)}
 
 
 def _check_node(
-    item: _PathNode,
-    proto: onnx.ModelProto,
-    values: Arrays,
-    generator: np.random.Generator,
-    check: Callable[..., GradientCheck],
+    item: _PathNode, proto: onnx.ModelProto, values: Arrays, check: Callable[..., GradientCheck]
 ) -> Row:
     """Check one node as a model of its own, on the values that it meets."""
     node = item.node
     name = f"{node.op_type} {node.name or node.output[0]}"
-    reads = _reads(node)
-    if not all(isinstance(values[k], np.ndarray) for k in (*reads, *item.of)):
-        return Row(name, 0.0, 0.0, "not checked by itself: it does not work on tensors alone")
+    if not all(isinstance(values[k], np.ndarray) for k in (*_reads(node), *item.of)):
+        return Row(name, np.nan, np.nan, "it does not work on tensors alone", judged=False)
     model = _model_of(item, proto, values)
     feeds = {value.name: values[value.name] for value in model.graph.input}
-    moved = {k: _off_kinks(v, generator) if k in item.wrt else v for k, v in feeds.items()}
-    row = Row(name, np.inf, 0.0)
-    for where in (feeds, moved):
-        try:
-            result = check(model, where, wrt=item.wrt, of=item.of)
-        except FAILURES as error:
-            return replace(row, note=str(error))
-        worst = max(result.rows, key=lambda r: r.error)
-        row = Row(name, worst.error, worst.tolerance, "" if worst.ok else f"towards {worst.name!r}")
-        if row.ok:
-            break
-    return row
-
-
-def _off_kinks(array: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """A little more than the values: zeros behind a Relu and equal values are kinks for the next node."""
-    moved = array + _size(array) * (0.01 + 0.02 * np.abs(generator.standard_normal(array.shape)))
-    return moved.astype(array.dtype)
+    try:
+        result = check(model, feeds, wrt=item.wrt, of=item.of)
+    except OrtgradError as error:
+        return Row(name, np.nan, np.nan, one_line(error), judged=False)
+    wrong = [row for row in result.rows if row.wrong]
+    judged = [row for row in result.rows if row.judged]
+    worst = max(wrong or judged or result.rows, key=lambda row: row.error / row.tolerance)
+    note = f"towards {worst.name!r}" if wrong else worst.note
+    return Row(name, worst.error, worst.tolerance, note, worst.judged)
 
 
 def _model_of(item: _PathNode, proto: onnx.ModelProto, values: Arrays) -> onnx.ModelProto:

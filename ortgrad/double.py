@@ -29,8 +29,8 @@ def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
     double = _without_functions(model)
     with schemas_known():
         inferred = onnx.shape_inference.infer_shapes(double)
-    opsets = {o.domain: o.version for o in model.opset_import}
-    _convert_graph(double.graph, _low_values(inferred.graph), opsets)
+        opsets = {o.domain: o.version for o in model.opset_import}
+        _convert_graph(double.graph, _low_values(inferred.graph), opsets)
     return double
 
 

@@ -57,7 +57,14 @@ def kernel_error(operator: Operator, node: str, inputs: str, reason: BaseExcepti
     """What the caller of the session gets to see: a KernelError, or what is no error of the kernel's."""
     if not isinstance(reason, Exception):
         return reason
-    text = str(reason) if isinstance(reason, ValueError) else f"{type(reason).__name__}: {reason}"
+    kind = type(reason).__name__
+    try:
+        text = str(reason)
+    except Exception:
+        # An exception class may have a faulty __str__.
+        text = f"{kind}, which cannot be shown"
+    else:
+        text = text if isinstance(reason, ValueError) else f"{kind}: {text}"
     error = KernelError(node, operator.name, inputs, text)
     error.__cause__ = reason
     return error

@@ -126,7 +126,7 @@ class Node:
         value = self.node.outputs[i]
         if not value.name:
             named = next(output.name for output in self.node.outputs if output.name)
-            value.name = f"{named}/output_{i}"
+            value.name = self.op.names.fresh(f"{named}/output_{i}")
         return value
 
     def grad(self, i: int) -> ir.Value:

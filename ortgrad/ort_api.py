@@ -1,60 +1,60 @@
 """onnxruntime's C interface for custom operators, as far as ortgrad needs it.
 
-A custom operator is a struct of function pointers that the caller fills (OrtCustomOp), and what it may
-call is a table of function pointers (OrtApi). Both only ever grow at the end, which onnxruntime's own build
-checks, so places in them are constants. The callbacks here speak version 17 of the interface.
+A custom operator is a struct of function pointers (OrtCustomOp), and what it may call is a table of function
+pointers (OrtApi). Both only ever grow at the end, which onnxruntime's own build checks, so places in them are
+constants. The callbacks here speak version 16 of the interface, the first in which kernels can fail.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_ssize_t, c_uint32, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from typing import Any
 
 import numpy as np
+import onnxruntime
 
-VERSION = 17
+VERSION = 16
 # ONNXTensorElementDataType
-ELEMENT_TYPES = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float64": 11}
+ELEMENT_TYPES = {"float32": 1, "int32": 6, "int64": 7, "string": 8, "bool": 9, "float64": 11}
 _FAIL = 1
 _MOST_DIMENSIONS = 64  # of a NumPy array
-_READ, _WRITE = 0x100, 0x200  # of PyMemoryView_FromMemory
+_TABLE_SIZE = 512  # more functions than OrtApi has
 
-_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_ssize_t, c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+# The function pointers of OrtCustomOp in order.
+_CALLBACKS = (
+    "CreateKernel",
+    "GetName",
+    "GetExecutionProviderType",
+    "GetInputType",
+    "GetInputTypeCount",
+    "GetOutputType",
+    "GetOutputTypeCount",
+    "KernelCompute",
+    "KernelDestroy",
+    "GetInputCharacteristic",
+    "GetOutputCharacteristic",
+    "GetInputMemoryType",
+    "GetVariadicInputMinArity",
+    "GetVariadicInputHomogeneity",
+    "GetVariadicOutputMinArity",
+    "GetVariadicOutputHomogeneity",
+    "CreateKernelV2",
+    "KernelComputeV2",
+    "InferOutputShapeFn",
+    "GetStartVersion",
+    "GetEndVersion",
+    "GetMayInplace",
+    "ReleaseMayInplace",
+    "GetAliasMap",
+    "ReleaseAliasMap",
 )
-
-# The function pointers of OrtCustomOp in order, each with its result and arguments. None is left empty.
-_CALLBACKS: dict[str, tuple[Any, ...] | None] = {
-    "CreateKernel": None,
-    "GetName": (c_void_p, c_void_p),
-    "GetExecutionProviderType": (c_void_p, c_void_p),
-    "GetInputType": (c_int, c_void_p, c_size_t),
-    "GetInputTypeCount": (c_size_t, c_void_p),
-    "GetOutputType": (c_int, c_void_p, c_size_t),
-    "GetOutputTypeCount": (c_size_t, c_void_p),
-    "KernelCompute": None,
-    "KernelDestroy": (None, c_void_p),
-    "GetInputCharacteristic": (c_int, c_void_p, c_size_t),
-    "GetOutputCharacteristic": (c_int, c_void_p, c_size_t),
-    "GetInputMemoryType": (c_int, c_void_p, c_size_t),
-    "GetVariadicInputMinArity": None,
-    "GetVariadicInputHomogeneity": None,
-    "GetVariadicOutputMinArity": None,
-    "GetVariadicOutputHomogeneity": None,
-    "CreateKernelV2": (c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p)),
-    "KernelComputeV2": (c_void_p, c_void_p, c_void_p),
-    "InferOutputShapeFn": None,
-    "GetStartVersion": (c_int, c_void_p),
-    "GetEndVersion": (c_int, c_void_p),
-    # From version 18 on; here so that a reader of the struct finds zeros.
-    "GetMayInplace": None,
-    "ReleaseMayInplace": None,
-    "GetAliasMap": None,
-    "ReleaseAliasMap": None,
-}
+CREATE_KERNEL = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+# The kernel is a Python object, whose address CreateKernelV2 gave to onnxruntime.
+COMPUTE = ctypes.CFUNCTYPE(c_void_p, ctypes.py_object, c_void_p)
+GET_MEMORY_TYPE = ctypes.CFUNCTYPE(c_int, c_void_p, c_size_t)
 
 
 class CustomOp(ctypes.Structure):
@@ -63,11 +63,49 @@ class CustomOp(ctypes.Structure):
     _fields_ = [("version", c_uint32), *((name, c_void_p) for name in _CALLBACKS)]
 
 
-def callback(name: str, function: Callable[..., Any]) -> Any:
-    """The function as a C function pointer for that place of CustomOp."""
-    signature = _CALLBACKS[name]
-    assert signature is not None
-    return ctypes.CFUNCTYPE(*signature)(function)
+def address_of(function: Any) -> int:
+    """The address of a C function, for a place in CustomOp or OrtApi."""
+    address = ctypes.cast(function, c_void_p).value
+    assert address is not None
+    return address
+
+
+def list_operators(library: ctypes.PyDLL) -> list[tuple[str, int]]:
+    """The domains of the operators that a library registers, and the addresses of their structs.
+
+    They are asked for as onnxruntime asks for them: with a table of functions that take them. The library
+    must have been registered with onnxruntime itself before, whose table it keeps for later use.
+    """
+    found: list[tuple[str, int]] = []
+    domains: list[str] = []
+
+    def create_domain(name: bytes, handle: Any) -> None:
+        domains.append(name.decode())
+        handle[0] = len(domains)
+
+    def add(handle: int, operator: int) -> None:
+        found.append((domains[handle - 1], operator))
+
+    # It may be asked to release a domain when the process ends, by when Python is gone.
+    harmless = address_of(ctypes.pythonapi.Py_IsInitialized)
+    functions = {
+        26: ctypes.CFUNCTYPE(c_void_p, c_char_p, POINTER(c_void_p))(create_domain),
+        27: ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p)(add),
+        28: ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p)(lambda options, domain: None),
+    }
+    table = (c_void_p * _TABLE_SIZE)(*[harmless] * _TABLE_SIZE)
+    for place, function in functions.items():
+        table[place] = address_of(function)
+    version = ctypes.create_string_buffer(onnxruntime.__version__.encode())
+    get_table = ctypes.CFUNCTYPE(c_void_p, c_uint32)(lambda _: ctypes.addressof(table))
+    get_version = ctypes.CFUNCTYPE(c_void_p)(lambda: ctypes.addressof(version))
+    base = (c_void_p * 2)(address_of(get_table), address_of(get_version))
+    register = library.RegisterCustomOps
+    register.argtypes, register.restype = [c_void_p, c_void_p], c_void_p
+    if register(None, ctypes.addressof(base)):
+        raise OSError("the library does not list its operators")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
+    return found
 
 
 class _Answers(ctypes.Structure):
@@ -85,6 +123,24 @@ class _Answers(ctypes.Structure):
 _VALUE, _INFO, _RANK, _DIMENSIONS, _DATA = (
     getattr(_Answers, name).offset for name in ("value", "info", "rank", "dimensions", "data")
 )
+
+
+class Memory:
+    """Memory of onnxruntime's as NumPy sees it, while a kernel runs. Arrays refer to it as their base."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype, read_only: bool) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (address, read_only),
+        }
+
+    def forget(self) -> None:
+        """Make no more arrays of it."""
+        self.__array_interface__ = {}
 
 
 class Api:
@@ -114,13 +170,13 @@ class Api:
         status: int = self._create_status(_FAIL, text.encode(errors="replace"))
         return status
 
-    def attribute(self, info: int, name: str) -> str:
+    def attribute(self, info: int, name: str) -> bytes:
         """A string attribute of the node that a kernel is made for."""
         size = c_size_t()
         self._check(self._string(info, name.encode(), None, byref(size)))
         text = ctypes.create_string_buffer(size.value)
         self._check(self._string(info, name.encode(), text, byref(size)))
-        return text.value.decode()
+        return text.raw[: size.value - 1]
 
     def inputs(self, context: int, dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
         """The inputs in onnxruntime's own memory, to be read while the kernel runs."""
@@ -140,7 +196,7 @@ class Api:
             self._check(status)
             if rank > _MOST_DIMENSIONS:
                 raise ValueError(f"an input has {rank} dimensions; kernels take up to {_MOST_DIMENSIONS}")
-            arrays.append(self._array(answers, place, tuple(answers.dimensions[:rank]), dtype, _READ))
+            arrays.append(self._array(answers, place, tuple(answers.dimensions[:rank]), dtype, True))
         return arrays
 
     def output(self, context: int, index: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -152,16 +208,16 @@ class Api:
         place = ctypes.addressof(answers)
         answers.dimensions[:rank] = shape
         self._check(self._output(context, index, place + _DIMENSIONS, rank, place + _VALUE))
-        return self._array(answers, place, tuple(shape), dtype, _WRITE)
+        return self._array(answers, place, tuple(shape), dtype, False)
 
     def _array(
-        self, answers: _Answers, place: int, shape: tuple[int, ...], dtype: np.dtype, access: int
+        self, answers: _Answers, place: int, shape: tuple[int, ...], dtype: np.dtype, read_only: bool
     ) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize
         if size == 0:
             return np.empty(shape, dtype)
         self._check(self._data(answers.value, place + _DATA))
-        return np.ndarray(shape, dtype, _memory_view(answers.data, size, access))
+        return np.asarray(Memory(answers.data, shape, dtype, read_only))
 
     def _check(self, status: int | None) -> None:
         if status:

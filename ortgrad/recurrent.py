@@ -441,7 +441,7 @@ def scan(
 
     name = "reverse" if reverse else "forward"
     inputs = [
-        ir.Value(name=f"{op.prefix}{name}/input_{i}", type=value.type)
+        ir.Value(name=op.name(f"{name}/input_{i}"), type=value.type)
         for i, value in enumerate([*states, *sequences])
     ]
     body = op.subgraph(name, inputs, step)

@@ -166,7 +166,7 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
 def _call_of(operator: Operator, context: onnx.shape_inference.InferenceContext) -> Call:
     text = context.get_attribute(CALL_ATTRIBUTE)
     if text is not None and text.s:
-        return parse_call(operator, text.s.decode())
+        return parse_call(operator, text.s)
     given: dict[str, Any] = {}
     for name in operator.attributes:
         attribute = context.get_attribute(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import onnx
 import onnxruntime
 
 from ortgrad import dispatch, native
-from ortgrad.call import parse_call
 from ortgrad.errors import ModelError
 from ortgrad.models import ModelLike, imports_domain, load_model
 from ortgrad.prepare import Kernels, prepare_loaded
-from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, all_operators, find_operator
+from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, find_operator
+from ortgrad.runs import Monitor, call_elsewhere
 
 _REGISTERED = "ortgrad.registered"
 _FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
@@ -31,24 +31,14 @@ def get_library_path() -> str:
 
 
 def register(options: onnxruntime.SessionOptions) -> None:
-    """Make the Python kernels available to sessions with these options. Twice is once."""
+    """Make the Python kernels available to sessions with these options. Doing it again changes nothing."""
     if not isinstance(options, onnxruntime.SessionOptions):
         raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
-    _register(options, all_operators())
-
-
-def _register(options: onnxruntime.SessionOptions, operators: Iterable[Operator]) -> int:
-    """Register the library once, these operators in their native form too.
-
-    Returns how many native operators the options know: all that were declared when they were registered.
-    """
     path = get_library_path()
     if not _has_entry(options, _REGISTERED):
-        count = native.declare(operators)
         options.register_custom_ops_library(path)
         # The options remember it themselves: onnxruntime refuses the same library twice.
-        options.add_session_config_entry(_REGISTERED, str(count))
-    return int(options.get_session_config_entry(_REGISTERED))
+        options.add_session_config_entry(_REGISTERED, "1")
 
 
 def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
@@ -79,21 +69,26 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         options = sess_options
         if options is None:
             options = onnxruntime.SessionOptions()
-            # At its default level onnxruntime warns of every weight that can be fed.
-            options.log_severity_level = 3
-        self._monitor = _Monitor(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
+            # onnxruntime warns of every weight that can be fed, and logs failures that it raises as well.
+            options.log_severity_level = 4
         model = load_model(path_or_bytes, external_data=False)
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
-        prepared = prepare_loaded(model, kernels, bodies=False)
-        if prepared is not model:
-            model = prepared
-            _bind_nodes(model, dispatch.add_monitor(self._monitor), options)
+        if kernels == "auto" and not dispatch.runs_kernels():
+            kernels = "onnx"
+        model = prepare_loaded(model, kernels, bodies=False)
+        if any(map(_is_gradient_node, _all_nodes(model.graph))):
+            register(options)
+        self._monitor = Monitor(
+            parallel=options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL,
+            # How often a loop runs may be in the values that are fed.
+            steady=all(node.op_type != "Loop" for node in _all_nodes(model.graph)),
+        )
         if _FUSES_TOO_MUCH:
             # It makes a FusedMatMul of float64, for which it has no kernel.
             kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
         try:
-            super().__init__(
+            self._create(
                 _serialize(model),
                 options,
                 providers if providers is not None else ["CPUExecutionProvider"],
@@ -104,14 +99,29 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             _explain(model, error)
             raise
 
+    def _create(self, *arguments: Any, **keywords: Any) -> None:
+        create = super().__init__
+
+        def owned() -> None:
+            with native.owned_by(self._monitor):
+                create(*arguments, **keywords)
+            self._monitor.raise_stray()
+
+        if threading.current_thread() is threading.main_thread():
+            # onnxruntime cannot be stopped here, but kernels are safe from signals on another thread.
+            call_elsewhere(owned, nullcontext)
+        else:
+            owned()
+
     def run(
         self,
         output_names: Sequence[str] | None,
         input_feed: Mapping[str, Any],
         run_options: onnxruntime.RunOptions | None = None,
     ) -> Sequence[Any]:
-        with self._monitor.run(run_options) as options:
-            return super().run(output_names, input_feed, options)
+        run = super().run
+        size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
+        return self._monitor.run(lambda options: run(output_names, input_feed, options), run_options, size)
 
     def run_with_ort_values(
         self,
@@ -119,14 +129,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         input_dict_ort_values: Mapping[str, onnxruntime.OrtValue],
         run_options: onnxruntime.RunOptions | None = None,
     ) -> Sequence[onnxruntime.OrtValue]:
-        with self._monitor.run(run_options) as options:
-            return super().run_with_ort_values(output_names, input_dict_ort_values, options)
+        run = super().run_with_ort_values
+        return self._monitor.run(
+            lambda options: run(output_names, input_dict_ort_values, options), run_options
+        )
 
     def run_with_iobinding(
         self, iobinding: onnxruntime.IOBinding, run_options: onnxruntime.RunOptions | None = None
     ) -> None:
-        with self._monitor.run(run_options) as options:
-            super().run_with_iobinding(iobinding, options)
+        run = super().run_with_iobinding
+        self._monitor.run(lambda options: run(iobinding, options), run_options)
 
     def run_with_ortvaluevector(
         self,
@@ -137,8 +149,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         fetches: Any,
         fetch_devices: Sequence[Any],
     ) -> None:
-        with self._monitor.run(run_options) as options:
-            super().run_with_ortvaluevector(options, feed_names, feeds, fetch_names, fetches, fetch_devices)
+        run = super().run_with_ortvaluevector
+        self._monitor.run(
+            lambda options: run(options, feed_names, feeds, fetch_names, fetches, fetch_devices), run_options
+        )
 
     def run_async(
         self,
@@ -158,112 +172,19 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         super().run_async(output_names, input_feed, checked, user_data, run_options)
 
 
-class _Monitor:
-    """Knows which run of a session a failing kernel belongs to: a run and its kernels share a thread.
-
-    In parallel execution mode they do not, so there one run waits for the other, and a failure
-    counts against every asynchronous run that is under way.
-    """
-
-    def __init__(self, parallel: bool) -> None:
-        self._parallel = parallel
-        self._one_at_a_time = threading.Lock()
-        self._runs: dict[int, _Run] = {}
-        self._async_runs: set[_Run] = set()
-        self._stray: dict[int, BaseException] = {}
-        self.kept: list[object] = []
-
-    @contextmanager
-    def run(self, given: onnxruntime.RunOptions | None) -> Iterator[onnxruntime.RunOptions]:
-        if self._parallel:
-            with self._one_at_a_time, self._watch(0, given) as options:
-                yield options
-        else:
-            with self._watch(threading.get_ident(), given) as options:
-                yield options
-
-    @contextmanager
-    def _watch(self, key: int, given: onnxruntime.RunOptions | None) -> Iterator[onnxruntime.RunOptions]:
-        # The caller's options may be shared with other runs, so only our own are used to stop.
-        options = onnxruntime.RunOptions() if given is None else given
-        outer = self._runs.get(key)
-        run = self._runs[key] = _Run(options if given is None else None)
-        try:
-            yield options
-        except Exception:
-            # onnxruntime's "terminate flag" error is only the echo of the kernel's.
-            if run.error is None:
-                raise
-        finally:
-            if outer is None:
-                del self._runs[key]
-            else:
-                self._runs[key] = outer
-        if run.error is not None:
-            raise run.error
-
-    def start_async(self) -> _Run:
-        run = _Run(None)
-        self._async_runs.add(run)
-        return run
-
-    def finish_async(self, run: _Run) -> BaseException | None:
-        """The error of a run that has ended; onnxruntime calls back on the thread of its kernels."""
-        self._async_runs.discard(run)
-        return self._stray.pop(threading.get_ident(), None) or run.error
-
-    def kernel_failed(self, error: BaseException) -> None:
-        thread = threading.get_ident()
-        run = self._runs.get(0 if self._parallel else thread)
-        if run is not None:
-            run.fail(error)
-        elif not self._parallel:
-            self._stray[thread] = error
-        if self._parallel:
-            for async_run in list(self._async_runs):
-                async_run.fail(error)
-
-
-class _Run:
-    def __init__(self, stop: onnxruntime.RunOptions | None) -> None:
-        self._stop = stop
-        self.error: BaseException | None = None
-
-    def fail(self, error: BaseException) -> None:
-        # Kernels after the first failure only see its NaN.
-        self.error = self.error or error
-        if self._stop is not None:
-            self._stop.terminate = True
-
-
-def _bind_nodes(model: onnx.ModelProto, session: int, options: onnxruntime.SessionOptions) -> None:
-    """Make the gradient nodes run in this session, and their failures find their way back to it."""
-    found = list(_gradient_nodes(model.graph))
-    if not found:
-        return
-    count = _register(options, {operator for _, operator in found})
-    if options.optimized_model_filepath:
-        # Nodes in a file must mean something elsewhere too.
-        count = 0
-    for node, operator in found:
-        for attribute in node.attribute:
-            if attribute.name == CALL_ATTRIBUTE:
-                call = parse_call(operator, attribute.s.decode()).in_session(session)
-                attribute.s = call.to_json().encode()
-        if native.is_declared(operator, count):
-            node.domain, node.op_type = native.DOMAIN, native.op_type(operator)
-    if count and all(opset.domain != native.DOMAIN for opset in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(native.DOMAIN, 1))
-
-
-def _gradient_nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Operator]]:
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
-        operator = find_operator(node.op_type, node.domain)
-        if operator and any(attribute.name == CALL_ATTRIBUTE for attribute in node.attribute):
-            yield node, operator
+        yield node
         for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _gradient_nodes(inner)
+            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+                for inner in (attribute.g, *attribute.graphs):
+                    yield from _all_nodes(inner)
+
+
+def _is_gradient_node(node: onnx.NodeProto) -> bool:
+    return bool(
+        find_operator(node.op_type, node.domain) and any(a.name == CALL_ATTRIBUTE for a in node.attribute)
+    )
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:
@@ -284,7 +205,7 @@ def _serialize(model: onnx.ModelProto) -> bytes:
 def _explain(model: onnx.ModelProto, error: Exception) -> None:
     """Raise a ModelError that says more than onnxruntime's, where we know more."""
     text = str(error)
-    if "Conflicting with a registered kernel" in text:
+    if "Conflicting with a registered kernel" in text or "Domain already set in registry" in text:
         raise ModelError(
             "the op library is registered twice in these session options; "
             "use ortgrad.register(options), which does it once"

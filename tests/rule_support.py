@@ -28,7 +28,7 @@ def one_node(
     constants: Sequence[int] = (),
     symbolic: bool = True,
 ) -> tuple[onnx.ModelProto, Arrays]:
-    """A model of one node and its feeds: inputs are a, b, ..., outputs y, z, ...
+    """A model of one node and its feeds: inputs are a, b, ..., outputs y, z, u, ...
 
     None among the inputs is an absent one; those in `constants` become initializers. The
     element type of an output is that of the first floating-point input unless it is given.
@@ -39,7 +39,7 @@ def one_node(
     floating = next(a.dtype for a in given.values() if a.dtype.kind == "f")
     produced = [
         helper.make_tensor_value_info(
-            f"{'yz'[i]}", helper.np_dtype_to_tensor_dtype(np.dtype(dtype or floating)), None
+            "yzuvw"[i], helper.np_dtype_to_tensor_dtype(np.dtype(dtype or floating)), None
         )
         for i, dtype in enumerate(outputs)
     ]

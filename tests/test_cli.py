@@ -137,10 +137,31 @@ def test_check_with_a_progress_bar(folder: Path, capsys: pytest.CaptureFixture[s
 def test_check_of_wrong_gradients(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = check._gradients
-    monkeypatch.setattr(check, "_gradients", lambda *arguments: [1.1 * g for g in right(*arguments)])
+    right = check._Gradients.run
+    monkeypatch.setattr(
+        check._Gradients, "run", lambda *arguments: {k: 1.1 * g for k, g in right(*arguments).items()}
+    )
     assert main(["check", str(folder / "regression.onnx"), "--wrt", "w"]) == 1
     assert "w  WRONG" in capsys.readouterr().out
+
+
+def test_check_of_the_models_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted(Path(CNN).parent.glob("*.onnx")):
+        assert main(["check", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "WRONG" not in out and "the model is random: Dropout dropout." in out
+    assert err == ""
+
+
+def test_check_of_what_cannot_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[N] x) => (float[N] y)
+        { z = Sub(x, x) y = Relu(z) }"""
+    path = tmp_path / "kink.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    assert main(["check", str(path), "--wrt", "z"]) == 2
+    out, err = capsys.readouterr()
+    assert "z  not judged:  it is on a kink" in out
+    assert "nothing could be judged" in err and err.count("\n") == 1
 
 
 def test_check_on_given_feeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,14 +242,15 @@ NOWHERE = os.path.join("no", "such", "folder", "out.onnx")
         (["grad", "regression.onnx", "-o", "out.onnx", "--wrt", "ww"], 2, "did you mean 'w'?"),
         (["grad", "regression.onnx", "-o", "out.onnx", "--of", "los"], 2, "did you mean 'loss'?"),
         (["check", "regression.onnx", "--wrt", "qqq"], 2, "wrt='qqq' is not a value of the model"),
-        (["explain", "regression.onnx", "--of", "y"], 2, "of='y' is not an output of the model"),
-        (["grad", "integers.onnx", "-o", "out.onnx", "--wrt", "x"], 2, "int64, which has no gradient"),
+        (["explain", "regression.onnx", "--of", "lost"], 2, "of='lost' is not a value of the model"),
+        (["grad", "integers.onnx", "-o", "out.onnx", "--wrt", "x"], 2, "no floating-point output"),
+        (["grad", "regression.onnx", "-o", "out.onnx", "--wrt", "q*"], 2, "wrt='q*' matches no"),
         (["grad", "unsupported.onnx", "-o", "out.onnx"], 2, "name what you want in wrt"),
         (["grad", "dangling.onnx", "-o", "out.onnx", "--wrt", "x"], 2, "Add node 'y' reads 'q', which is"),
         (["check", "dangling_in_branch.onnx"], 2, "Neg node 'b' reads 'q'"),
         (["explain", "no_producer.onnx", "--wrt", "x"], 2, "the output 'z' is computed nowhere"),
         (["grad", "cycle.onnx", "-o", "out.onnx", "--wrt", "x"], 2, "form a cycle"),
-        (["check", "mismatch.onnx"], 2, "the model does not run"),
+        (["check", "mismatch.onnx"], 2, "the model does not load"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )

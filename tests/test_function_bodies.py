@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 import ortgrad
 from ortgrad.gradient import _rules
+from ortgrad.names import Names
 from ortgrad.passes.schema_functions import open_schema_function
 
 F = TensorProto.FLOAT
@@ -81,7 +82,7 @@ def test_a_body_computes_what_the_node_computes(op_type: str, opset: int) -> Non
     model, feeds = one_node(op_type, opset)
     opened = ir.from_proto(model)
     (node,) = opened.graph
-    assert open_schema_function(node, opened.opset_imports)
+    assert open_schema_function(node, opened.opset_imports, Names.of(opened))
     proto = ir.to_proto(opened)
     assert op_type not in {node.op_type for node in proto.graph.node}
     np.testing.assert_allclose(run(proto, feeds), run(model, feeds), rtol=1e-4, atol=1e-5)

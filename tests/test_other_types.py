@@ -53,7 +53,6 @@ def check(
     assert not caplog.records
     assert model.SerializeToString(deterministic=True) == before
     for ready in (built, prepared):
-        onnx.checker.check_model(ready)
         for way in WAYS:
             found = run(ready, way, {**feeds, f"{of}_grad": np.ones_like(outputs[of])})
             assert list(found) == [*outputs, *(f"{name}_grad" for name in expected)]

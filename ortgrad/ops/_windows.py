@@ -52,10 +52,12 @@ def windows(
     dilations: Sequence[int] | None = None,
     pads: Sequence[int] | None = None,
     ceil_mode: bool = False,
+    may_be_empty: bool = False,
 ) -> Windows:
     """The windows over an input of these spatial sizes; raises ValueError if there can be none.
 
-    None stands for the default of an attribute. Explicit pads are ignored, as in onnxruntime,
+    With `may_be_empty`, an output of size 0 will do: onnxruntime's pools make one of an input that is just
+    too small. None stands for the default of an attribute. Explicit pads are ignored, as in onnxruntime,
     if auto_pad is set.
     """
     rank = len(sizes)
@@ -71,7 +73,7 @@ def windows(
     for i, (n, k, s, d) in enumerate(zip(sizes, kernel, strides, dilations, strict=True)):
         room = n + heads[i] + tails[i] - (k - 1) * d - 1
         count = (-(-room // s) if ceil_mode else room // s) + 1
-        if count < 1:
+        if count < (0 if may_be_empty else 1):
             raise ValueError(
                 f"a window of {(k - 1) * d + 1} (kernel {k}, dilation {d}) does not fit into spatial "
                 f"dimension {i} of size {n} with pads {heads[i]} and {tails[i]}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.ops.linalg import zero_if_empty
+from ortgrad.ops.softmax import without_nan
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -22,11 +24,6 @@ _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
 
 @gradient("Attention")
 def _(node: Node) -> Slots:
-    if node.attribute("is_causal") and node.optional(6) is not None:
-        raise node.unsupported(
-            "with is_causal and nonpad_kv_seqlen together, onnxruntime's float and double results disagree; "
-            "put the causal mask into attn_mask instead"
-        )
     return _Attention(node).slots()
 
 
@@ -51,7 +48,7 @@ class _Attention:
         self.q = self._split(node.input(0), self.heads)
         self.k = forward[1] if self.past else self._split(node.input(1), self.kv_heads)
         self.v = forward[2] if self.past else self._split(node.input(2), self.kv_heads)
-        self.p = self._group_scores(forward[3])
+        self.p = self._group_scores(without_nan(node, forward[3], 0.0))
 
     def slots(self) -> Slots:
         node, op = self.node, self.op
@@ -59,8 +56,9 @@ class _Attention:
         dv = ds = d_mask = None
         if node.optional_grad(0) is not None:
             dy = self._group(self._split(node.grad(0), self.heads))
-            dv = op.MatMul(op.Transpose(self.p, perm=_SWAPPED), dy)
+            dv = self._over_queries(op.MatMul(op.Transpose(self.p, perm=_SWAPPED), dy))
             ds = op.MatMul(dy, op.Transpose(self.v, perm=_SWAPPED))
+            ds = zero_if_empty(op, ds, node.input(2), -1)
         ds = self._with(ds, d_qk, _PROBABILITIES)
         if ds is not None:
             ds = op.SoftmaxGrad_13(ds, self.p, axis=-1)
@@ -81,13 +79,17 @@ class _Attention:
         ds = self._with(ds, d_qk, _SCALED)
         dq = dk = None
         if ds is not None:
-            dq = op.Mul(op.MatMul(ds, self.k), self._scale())
-            dk = op.MatMul(op.Transpose(ds, perm=_SWAPPED), self._group(self.q))
+            dq = zero_if_empty(op, op.MatMul(ds, self.k), self.k, -2)
+            dq = op.Mul(dq, self._scale())
+            dk = self._over_queries(op.MatMul(op.Transpose(ds, perm=_SWAPPED), self._group(self.q)))
             dk = op.Mul(dk, self._scale())
             dq = self._merge(self._ungroup(dq))
         dk, d_past_key = self._parts(self._plus(dk, node.optional_grad(1)), 4)
         dv, d_past_value = self._parts(self._plus(dv, node.optional_grad(2)), 5)
         return dq, dk, dv, d_mask, d_past_key, d_past_value
+
+    def _over_queries(self, product: ir.Value) -> ir.Value:
+        return zero_if_empty(self.op, product, self.node.input(0), 1 if self.flat else 2)
 
     def _forward(self) -> Sequence[ir.Value]:
         """The outputs of the forward node with P as the last one, or of one like it."""

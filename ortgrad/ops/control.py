@@ -51,7 +51,7 @@ def _(node: Node) -> Slots:
     last = op.Sub(trips, 1)
 
     # Iteration k of the backward loop undoes iteration last - k.
-    number, condition = (_value_like(value, f"{value.name}") for value in body.inputs[:2])
+    number, condition = (body.value_like(value, f"{value.name}") for value in body.inputs[:2])
     front = body.new_ops()
     current = front.Sub(last, number)
     provided = {states[i]: front.Gather(tensor, current, axis=0) for i, tensor in saved.items()}
@@ -133,6 +133,7 @@ class _Body:
         _refuse_random(node, graph)
         self._node = node
         self.graph = graph.clone(allow_outer_scope_values=True)
+        node.op.names.rename(self.graph)
         self.inputs = list(self.graph.inputs)
         self.outputs = list(self.graph.outputs)
         self.graph.inputs.clear()
@@ -140,9 +141,13 @@ class _Body:
         self.op = self.new_ops()
 
     def new_ops(self) -> Ops:
-        from ortgrad.bodies import Ops
+        return self._node.op.inside(self.graph.name or "body")
 
-        return Ops(self._node.op.opset, f"{self._node.op.prefix}{self.graph.name}/")
+    def value_like(self, value: ir.Value, name: str) -> ir.Value:
+        """An input for the graph, of the type and shape of another value."""
+        import onnx_ir as ir
+
+        return ir.Value(name=self.new_ops().name(name), type=value.type, shape=value.shape)
 
     def differentiate(
         self, seeds: Mapping[int, ir.Value], targets: Sequence[ir.Value]
@@ -209,8 +214,13 @@ class _Step:
         self.states = body.inputs[inputs]
         if ranked:
             for value, result in zip(self.states, body.outputs[outputs], strict=True):
-                # A state keeps its shape, and its output has one.
+                # A state keeps its shape, so its output may tell it.
                 value.shape = value.shape or result.shape
+                if value.shape is None:
+                    raise node.unsupported(
+                        f"the number of dimensions of its state {value.name!r} is not known; declare the "
+                        "shape of the model's input that it comes from (symbolic dimensions will do)"
+                    )
         fed = list(zip(body.inputs[inputs.start :], operands, strict=False))
         for value, operand in fed:
             if value.type is None and operand is not None:
@@ -219,12 +229,12 @@ class _Step:
         targets = [value for value, operand in fed if operand in node.active]
         targets += _activated(list(body.graph), [*targets, *captured], self.states, body.outputs[outputs])
         self.carried = {
-            i: _value_like(value, f"{value.name}_grad")
+            i: body.value_like(value, f"{value.name}_grad")
             for i, value in enumerate(self.states)
             if value in targets
         }
         self.pieces = {
-            i: _value_like(value, f"{value.name}_grad")
+            i: body.value_like(value, f"{value.name}_grad")
             for i, value in enumerate(body.outputs[outputs.stop :])
             if node.optional_grad(len(self.states) + i) is not None
         }
@@ -233,7 +243,7 @@ class _Step:
         grads = body.differentiate(seeds, [*targets, *captured])
         totals = {v: g for v, g in zip([*targets, *captured], grads, strict=True) if g is not None}
         self.sums = {
-            value: _value_like(value, f"{value.name}_grad_sum") for value in captured if value in totals
+            value: body.value_like(value, f"{value.name}_grad_sum") for value in captured if value in totals
         }
         self.scanned = [i for i, v in enumerate(body.inputs) if i >= inputs.stop and v in totals]
         op = body.op
@@ -324,12 +334,6 @@ def _refuse_random(node: Node, graph: ir.Graph) -> None:
             raise node.unsupported(f"its subgraph holds the random {inner.op_type} node {inner.name!r}")
 
 
-def _value_like(value: ir.Value, name: str) -> ir.Value:
-    import onnx_ir as ir
-
-    return ir.Value(name=name, type=value.type, shape=value.shape)
-
-
 def _save(
     node: Node, graph: ir.Graph, i: int, states: slice, plain: Sequence[bool] | None = None
 ) -> ir.Value:
@@ -351,11 +355,12 @@ def _save(
         if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is value:
             # A model that was built before saves it already.
             return node.output(place - states.start)
-    keeper = ir.Node("", "Identity", [value])
+    name = node.op.names.fresh(f"{value.name}/saved")
+    keeper = ir.Node("", "Identity", [value], name=name)
     kept = keeper.outputs[0]
     # A state of a Scan keeps its shape, so its output may tell it.
     shape = value.shape or (graph.outputs[i].shape if plain is not None else None)
-    kept.name, kept.type, kept.shape = f"{value.name}/saved", value.type, shape
+    kept.name, kept.type, kept.shape = name, value.type, shape
     graph.append(keeper)
     graph.outputs.append(kept)
     saved = node.output(len(graph.outputs) - 1 - states.start)
@@ -374,8 +379,7 @@ def _emit(
     """Record a node whose outputs have the types and shapes of `like`."""
     if not like:
         return []
-    outputs = op.op_multi_out(op_type, inputs, attributes, num_outputs=len(like))
-    for i, (output, value) in enumerate(zip(outputs, like, strict=True)):
-        output.name = f"{op.prefix}{op_type}_{len(op.nodes)}_{i}"
+    outputs = op.add(op_type, inputs, attributes, outputs=len(like))
+    for output, value in zip(outputs, like, strict=True):
         output.type, output.shape = value.type, value.shape
     return list(outputs)

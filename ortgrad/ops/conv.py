@@ -481,11 +481,12 @@ def _dx_body_of_products(
     if max(form.strides) > 1:
         # Zeros between the outputs: behind each in a dimension of its own, which is merged then.
         own = [3 + 2 * i for i in range(rank)]
-        spread = op.Pad(op.Unsqueeze(dy, own), [0] * rank + [s - 1 for s in form.strides], None, own)
+        gaps = [0] * rank + [s - 1 for s in form.strides]
+        spread = op.Pad(op.Unsqueeze(dy, own), gaps, None, own, rank=2 + 2 * rank)
         dy = op.Reshape(spread, op.Mul(op.Shape(dy), [1, 1, *form.strides]), allowzero=1)
     before = op.Sub([e - 1 for e in form.extents], heads)
     after = op.Sub(op.Add(op.Shape(x, start=2), heads), op.Shape(dy, start=2))
-    dy = op.Pad(dy, op.Concat(before, after, axis=0), None, form.axes)
+    dy = op.Pad(dy, op.Concat(before, after, axis=0), None, form.axes, rank=2 + rank)
     turned = [
         op.Slice(dy, [e - 1 - s for s, e in zip(starts, form.extents, strict=True)], ends, form.axes)
         for starts in form.starts()
@@ -510,9 +511,10 @@ def _dx_body_of_products(
 def _dw_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
     taps = math.prod(form.kernel)
     if form.pads is None:
-        x = op.Pad(x, op.Concat(*form.pads_at_run_time(op, x), axis=0), None, form.axes)
+        at_run_time = op.Concat(*form.pads_at_run_time(op, x), axis=0)
+        x = op.Pad(x, at_run_time, None, form.axes, rank=2 + form.rank)
     elif any((*form.pads[0], *form.pads[1])):
-        x = op.Pad(x, [*form.pads[0], *form.pads[1]], None, form.axes)
+        x = op.Pad(x, [*form.pads[0], *form.pads[1]], None, form.axes, rank=2 + form.rank)
     parts = _taps(op, dy, x, form) if taps > 1 or max(form.strides) > 1 else [x]
     parts = [_by_group(op, part, dy, group) for part in parts]
     across = op.Transpose(_by_group(op, dy, dy, group), perm=[0, 1, 3, 2])
@@ -579,7 +581,7 @@ def _(node: Node) -> Slots:
     axes = list(range(2, node.rank()))
     pads = _transposed_pads(node)
     known = isinstance(pads, list)
-    spread = dy if known else op.Pad(dy, pads, None, axes)
+    spread = dy if known else op.Pad(dy, pads, None, axes, rank=node.rank())
     same = {
         "dilations": node.attribute("dilations"),
         "group": node.attribute("group"),

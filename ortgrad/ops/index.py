@@ -242,13 +242,13 @@ def _(node: Node) -> Slots:
     i = int(index.item())
     if index.ndim == 0:
         dy = op.Unsqueeze(dy, [axis])
-    length = x.shape[axis] if x.shape is not None else None
+    length, rank = (None, None) if x.shape is None else (x.shape[axis], len(x.shape))
     if isinstance(length, int):
         i %= length
-        return (op.Pad(dy, [i, length - 1 - i], None, [axis]),)
+        return (op.Pad(dy, [i, length - 1 - i], None, [axis], rank=rank),)
     others = op.Sub(op.Gather(op.shape(x), [axis]), [1])
     before, after = ([i], op.Sub(others, [i])) if i >= 0 else (op.Add(others, [i + 1]), [-1 - i])
-    return (op.Pad(dy, op.Concat(before, after, axis=0), None, [axis]),)
+    return (op.Pad(dy, op.Concat(before, after, axis=0), None, [axis], rank=rank),)
 
 
 @gradient("GatherElements")
@@ -293,7 +293,11 @@ def _(node: Node) -> Slots:
 
 @gradient("Compress")
 def _(node: Node) -> Slots:
-    return (_selected_back(node, node.op.Squeeze(node.op.NonZero(node.input(1)), [0])),)
+    op, x, axis = node.op, node.input(0), node.attribute("axis")
+    # onnxruntime does not read the condition further than the input goes.
+    length = size_of(op, x) if axis is None else op.Gather(op.shape(x), [axis])
+    condition = op.Slice(node.input(1), [0], length)
+    return (_selected_back(node, op.Squeeze(op.NonZero(condition), [0])),)
 
 
 def _selected_back(node: Node, indices: ir.Value) -> ir.Value:

@@ -81,6 +81,7 @@ class _Product:
         self.ranks = [node.rank(0), node.rank(1)]
         self.turned = [turned_a, turned_b]
         self.alpha = alpha
+        self.dy: ir.Value | None = None
 
     def grads(self, dy: ir.Value) -> tuple[ir.Value | None, ir.Value | None]:
         op, (a, b), ranks = self.op, self.operands, self.ranks
@@ -94,6 +95,7 @@ class _Product:
             dy = op.Unsqueeze(dy, [-1])
         if ranks[0] == 1:
             dy = op.Unsqueeze(dy, [-2])
+        self.dy = dy
         rows = op.Unsqueeze(a, [0]) if ranks[0] == 1 else a
         columns = op.Unsqueeze(b, [1]) if ranks[1] == 1 else b
         da = self._left(dy, columns) if self.node.wants(0) else None
@@ -120,7 +122,7 @@ class _Product:
         a_rank = max(self.ranks[0], 2)
         if a_rank > 2 and self.ranks[1] <= 2 and not turned_a:
             # One product of all rows rather than a sum over a stack of products.
-            a, dy = op.Reshape(a, self._as_matrix(a)), op.Reshape(dy, self._as_matrix(dy, self.operands[1]))
+            a, dy = self._as_matrix(a), self._as_matrix(dy, self.operands[1])
             db = op.Gemm(dy, a, transA=1) if turned_b else op.Gemm(a, dy, transA=1)
             return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
         if turned_b:
@@ -132,7 +134,7 @@ class _Product:
         return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
 
     def _as_matrix(self, value: ir.Value, weights: ir.Value | None = None) -> ir.Value:
-        """The shape of all rows of a value, as many columns as the weights have (or it has)."""
+        """All rows of a value below each other, as many columns as the weights have (or it has)."""
         op = self.op
         if weights is None:
             width = value.shape[-1] if value.shape is not None else None
@@ -140,9 +142,11 @@ class _Product:
             width = 1
         else:
             width = weights.shape[-2 if self.turned[1] else -1] if weights.shape is not None else None
-        if isinstance(width, int):
-            return op.constant(np.array([-1, width], np.int64))
-        return op.Concat([-1], op.Shape(value, start=-1), axis=0)
+        if isinstance(width, int) and width:
+            return op.Reshape(value, [-1, width])
+        # Of no elements, -1 can be any number.
+        rows = op.ReduceProd(op.Shape(value, end=-1), keepdims=1)
+        return op.Reshape(value, op.Concat(rows, op.Shape(value, start=-1), axis=0), allowzero=1)
 
     def _multiply(
         self, x: ir.Value, x_rank: int, turn_x: bool, y: ir.Value, y_rank: int, turn_y: bool
@@ -151,9 +155,12 @@ class _Product:
         if x_rank == y_rank == 2:
             scale = self.alpha if max(self.ranks) <= 2 and self.alpha != 1 else None
             return op.Gemm(x, y, transA=int(turn_x) or None, transB=int(turn_y) or None, alpha=scale)
-        x = transposed(op, x, x_rank) if turn_x else x
-        y = transposed(op, y, y_rank) if turn_y else y
-        return op.MatMul(x, y)
+        product = op.MatMul(
+            transposed(op, x, x_rank) if turn_x else x, transposed(op, y, y_rank) if turn_y else y
+        )
+        # The operand that is not dY, which has a known shape if any has.
+        operand, axis = (x, -2 if turn_x else -1) if y is self.dy else (y, -1 if turn_y else -2)
+        return zero_if_empty(op, product, operand, axis)
 
     def _unstacked(self, grad: ir.Value, i: int) -> ir.Value:
         """Sum over the axes of the stack along which operand i was stretched."""
@@ -181,6 +188,18 @@ def _broadcast(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> int | ir.Sym
 def transposed(op: Ops, value: ir.Value, rank: int) -> ir.Value:
     """A stack of matrices, each one transposed."""
     return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+def zero_if_empty(op: Ops, product: ir.Value, operand: ir.Value, axis: int) -> ir.Value:
+    """The product of stacks of matrices, 0 where it sums over nothing: along this axis of an operand.
+
+    There onnxruntime sets the first matrix of the stack and leaves the others as they were in memory.
+    """
+    length = operand.shape[axis] if operand.shape is not None else None
+    if isinstance(length, int) and length:
+        return product
+    count = op.Shape(operand, start=axis, end=None if axis == -1 else axis + 1)
+    return op.Where(op.Equal(count, [0]), op.number(0.0, product), product)
 
 
 @gradient("Einsum")
@@ -282,6 +301,8 @@ def _(node: Node) -> Slots:
     op, x, rank = node.op, node.input(0), node.rank()
     size = x.shape[-1] if x.shape is not None else None
     dy = op.Unsqueeze(node.grad(0), [-2, -1])
+    if size == 0:
+        return (op.full_like(x, 0.0),)
     if size == 1:
         return (dy,)
     if isinstance(size, int) and size <= _LARGEST_COFACTORS:
@@ -346,7 +367,8 @@ def _(node: Node) -> Slots:
         return (dx,)
     # What was cut off has no gradient, what was filled up had no element.
     there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
-    return (op.Pad(dx, op.Concat([0], op.Sub(own, there), axis=0), None, axis),)
+    pads = op.Concat([0], op.Sub(own, there), axis=0)
+    return (op.Pad(dx, pads, None, axis, rank=node.rank()),)
 
 
 def _require_half(node: Node) -> None:

@@ -98,6 +98,9 @@ def _(
         double = log_prob.dtype is not None and log_prob.dtype.itemsize == 8
         wide = np.zeros(0, np.float64 if double else np.float32)
         total = op.Size(label) if samples is None else op.ReduceSum(op.CastLike(samples, wide), keepdims=0)
+        if samples is not None:
+            # If all samples weigh 0 there is no gradient; a division would make NaN of the second one.
+            total = op.Where(op.Equal(total, 0.0), 1.0, total)
         factor = op.CastLike(op.Div(op.CastLike(factor, wide), op.CastLike(total, wide)), log_prob)
     if samples is not None:
         factor = op.Mul(factor, op.Unsqueeze(samples, [1]))
@@ -209,9 +212,11 @@ def _share(node: Node, label: ir.Value, weights: ir.Value | None) -> ir.Value:
     op, dy = node.op, node.grad(0)
     if node.attribute("reduction") != "mean":
         return dy
-    return op.Div(
-        dy, op.CastLike(op.Size(label), dy) if weights is None else op.ReduceSum(weights, keepdims=0)
-    )
+    if weights is None:
+        return op.Div(dy, op.CastLike(op.Size(label), dy))
+    total = op.ReduceSum(weights, keepdims=0)
+    # If all samples weigh 0 there is no gradient; a division would make NaN of the second one.
+    return op.Div(dy, op.Where(op.Equal(total, 0.0), 1.0, total))
 
 
 def _int64(node: Node, label: ir.Value) -> ir.Value:

@@ -170,10 +170,14 @@ def average_pool_grad(
     """dX = the sum over the windows that hold X of dY / the number of elements in the window"""
     full_shape = _input_shape(dy, x_shape)
     w = _windows(dy, full_shape, _clear_kernel(kernel_shape, **attributes), **attributes)
+    if not dy.size:
+        dx = empty(0, full_shape)
+        dx.fill(0)
+        return dx
     counts = functools.reduce(np.multiply.outer, [_counts(w, i, count_include_pad) for i in range(w.rank)])
     counts = counts.astype(dy.dtype)
     plans = [_plan(w, i) for i in range(w.rank)]
-    planes = dy.reshape(-1 if dy.size else 0, *w.outputs)
+    planes = dy.reshape(-1, *w.outputs)
     dx = empty(0, full_shape)
     dx_planes = dx.reshape(len(planes), *w.sizes)
     piece = max(1, _PIECE // max(1, math.prod(w.sizes)))
@@ -316,7 +320,7 @@ def _windows(
     **attributes: Any,
 ) -> Windows:
     """The windows over an X of this shape; raises unless they give an output of dY's shape."""
-    w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), **attributes)
+    w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), may_be_empty=True, **attributes)
     if w.outputs != dy.shape[2:]:
         raise ValueError(
             f"pooling an X of shape {list(shape)} with kernel_shape {kernel_shape} gives "
@@ -345,6 +349,8 @@ def _(
     steps = per_dimension("strides", strides, rank)
     gaps = per_dimension("dilations", dilations, rank)
     heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)
+    if dy.shape is not None and 0 in list(dy.shape):
+        return op.Expand(op.number(0.0, dy), x_shape)
     y_shape = op.Shape(dy)
 
     def weights(i: int) -> ir.Value:
@@ -464,11 +470,12 @@ def _(node: Node) -> Slots:
 def _(node: Node) -> Slots:
     """dX = dY at the first maximum, as in PyTorch's adaptive_max_pool"""
     op, x = node.op, node.input(0)
-    flat = op.Reshape(x, [0, 0, -1])
+    positions = op.ReduceProd(op.Shape(x, start=2), keepdims=1)
+    flat = op.Reshape(x, op.Concat(op.Shape(x, end=2), positions, axis=0), allowzero=1)
     first = op.ArgMax(flat, axis=2, keepdims=1)
-    positions = op.Range(0, op.Squeeze(op.Shape(flat, start=2)), 1)
+    numbers = op.Range(0, op.Squeeze(positions), 1)
     dy = op.Reshape(node.grad(0), [0, 0, 1])
-    return (op.Reshape(op.Where(op.Equal(positions, first), dy, 0.0), op.shape(x), allowzero=1),)
+    return (op.Reshape(op.Where(op.Equal(numbers, first), dy, 0.0), op.shape(x), allowzero=1),)
 
 
 @gradient("MaxUnpool")

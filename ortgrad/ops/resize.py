@@ -140,7 +140,7 @@ def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
     scales = sizes = None
     copies = _copies(node)
     if _has_policy(node):
-        unit = op.Pad(unit, [0, 1], None, [1], mode="edge")
+        unit = op.Pad(unit, [0, 0, 0, 1], mode="edge")
         scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=_FLOAT), axis=0)
     elif node.optional(3) is not None:
         sizes = op.Concat(op.Gather(node.input(3), [number]), copies, axis=0)
@@ -232,6 +232,6 @@ def _(node: Node) -> Slots:
     identity = np.eye(rank, rank + 1, dtype=theta.dtype.numpy())[None]
     size = op.Concat([1], op.Slice(node.input(1), [1], [rank + 2]), axis=0)
     base = op.AffineGrid(op.constant(identity), size, align_corners=node.attribute("align_corners"))
-    places = op.Pad(op.Reshape(base, [-1, rank]), [0, 1], op.number(1.0, theta), [1])
+    places = op.Pad(op.Reshape(base, [-1, rank]), [0, 0, 0, 1], op.number(1.0, theta))
     dy = op.Reshape(node.grad(0), [0, -1, rank])
     return (op.MatMul(op.Transpose(dy, perm=[0, 2, 1]), places),)

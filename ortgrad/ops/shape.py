@@ -75,6 +75,10 @@ def _(node: Node) -> Slots:
     return (op.ReduceSum(split, sums, keepdims=0),)
 
 
+def _known_rank(value: ir.Value) -> int | None:
+    return None if value.shape is None else len(value.shape)
+
+
 def _length(op: Ops, value: ir.Value, axis: int) -> int | ir.Value:
     """The length of an axis: a number if it is known, else a vector of one."""
     known = value.shape[axis] if value.shape is not None else None
@@ -93,30 +97,32 @@ def _vector(op: Ops, *lengths: int | ir.Value) -> ir.Value:
 @gradient("Pad")
 def _(node: Node) -> Slots:
     op, dy, x, axes = node.op, node.grad(0), node.input(0), node.optional(3)
-    mode = node.attribute("mode")
+    mode, rank = node.attribute("mode"), _known_rank(x)
     if mode != "constant":
         # Where each element of the output comes from.
         positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape(x))
-        source = op.Pad(positions, node.input(1), None, axes, mode=mode)
+        source = op.Pad(positions, node.input(1), None, axes, rank=rank, mode=mode)
         flat = op.GatherGrad(size_of(op, x), source, dy, axis=0)
         return (op.Reshape(flat, op.shape(x)),)
     pads = node.constant(1)
-    dx = op.Pad(dy, op.Neg(node.input(1)) if pads is None else op.constant(-pads), None, axes)
+    dx = op.Pad(dy, op.Neg(node.input(1)) if pads is None else op.constant(-pads), None, axes, rank=rank)
     if not node.wants(2):
         return (dx,)
     value = node.input(2)
-    padding = op.Pad(op.full_like(x, 0.0), node.input(1), op.number(1.0, x), axes)
+    padding = op.Pad(op.full_like(x, 0.0), node.input(1), op.number(1.0, x), axes, rank=rank)
     total = op.ReduceSum(op.Mul(dy, padding), keepdims=0)
     return dx, None, op.Reshape(total, op.shape(value))
 
 
 @gradient("CenterCropPad")
 def _(node: Node) -> Slots:
-    # Cropping and padding both round to the left, so each undoes the other.
-    op, axes = node.op, node.attribute("axes")
-    shape = op.shape(node.input(0))
-    target = shape if axes is None else op.Gather(shape, axes)
-    return (op.CenterCropPad(node.grad(0), target, axes=axes),)
+    op, x, axes = node.op, node.input(0), node.attribute("axes")
+    # Negative pads crop. The division rounds towards 0, as both cropping and padding do.
+    missing = op.Sub(op.shape(x), op.shape(node.output(0)))
+    missing = missing if axes is None else op.Gather(missing, axes)
+    before = op.Div(missing, 2)
+    pads = op.Concat(before, op.Sub(missing, before), axis=0)
+    return (op.Pad(node.grad(0), pads, None, axes, rank=_known_rank(x)),)
 
 
 @gradient("Concat")
@@ -144,8 +150,11 @@ def _(node: Node) -> Slots:
     dx = op.SpaceToDepth(node.grad(0), blocksize=block)
     if node.attribute("mode") == "DCR":
         return (dx,)
-    split = op.Reshape(dx, _vector(op, 0, block * block, _length(op, node.output(0), 1), -1))
-    return (op.Reshape(op.Transpose(split, perm=[0, 2, 1, 3]), op.shape(node.input(0))),)
+    x = node.input(0)
+    batch, height, width = (_length(op, x, i) for i in (0, 2, 3))
+    shape = _vector(op, batch, block * block, _length(op, node.output(0), 1), height, width)
+    split = op.Transpose(op.Reshape(dx, shape, allowzero=1), perm=[0, 2, 1, 3, 4])
+    return (op.Reshape(split, op.shape(x), allowzero=1),)
 
 
 @gradient("SpaceToDepth")
@@ -176,12 +185,12 @@ def _(node: Node) -> Slots:
         return (op.SliceGrad(dy, op.shape(x), starts, node.input(2), axes, steps),)
     pads = _static_pads(node)
     if pads is not None:
-        return (op.Pad(dy, pads, None, axes),)
+        return (op.Pad(dy, pads, None, axes, rank=_known_rank(x)),)
     first, length = op.Cast(starts, to=_INT64), op.Gather(op.shape(x), axes)
     first = op.Where(op.Less(first, 0), op.Add(first, length), first)
     before = op.Min(op.Max(first, 0), length)
     after = op.Sub(op.Sub(length, before), op.Gather(op.shape(node.output(0)), axes))
-    return (op.Pad(dy, op.Concat(before, after, axis=0), None, axes),)
+    return (op.Pad(dy, op.Concat(before, after, axis=0), None, axes, rank=_known_rank(x)),)
 
 
 def _slice_axes(node: Node) -> ir.Value:

@@ -135,9 +135,33 @@ def _check_axis(value: ir.Value, axis: int) -> None:
 
 @gradient("Softmax")
 def _(node: Node) -> Slots:
-    return (node.op.SoftmaxGrad_13(node.grad(0), node.output(0), axis=node.attribute("axis")),)
+    y = without_nan(node, node.output(0), 0.0)
+    return (node.op.SoftmaxGrad_13(node.grad(0), y, axis=node.attribute("axis")),)
 
 
 @gradient("LogSoftmax")
 def _(node: Node) -> Slots:
-    return (node.op.LogSoftmaxGrad_13(node.grad(0), node.output(0), axis=node.attribute("axis")),)
+    y = without_nan(node, node.output(0), -math.inf)
+    return (node.op.LogSoftmaxGrad_13(node.grad(0), y, axis=node.attribute("axis")),)
+
+
+def without_nan(node: Node, y: ir.Value, instead: float) -> ir.Value:
+    """Probabilities without the NaN that the model itself takes out of the node's first output.
+
+    A row that is masked away is NaN. Exporters write IsNaN and Where behind it, so that nothing flows back
+    there; but 0 * NaN is NaN.
+    """
+    if not _is_tested(node.output(0)):
+        return y
+    cleaned: ir.Value = node.op.Where(node.op.IsNaN(y), node.op.number(instead, y), y)
+    return cleaned
+
+
+def _is_tested(value: ir.Value) -> bool:
+    """Whether the model asks where the value is NaN."""
+    for user, _ in value.uses():
+        if user.op_type == "IsNaN":
+            return True
+        if user.op_type in ("Identity", "Cast", "CastLike") and _is_tested(user.outputs[0]):
+            return True
+    return False

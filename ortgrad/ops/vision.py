@@ -23,11 +23,13 @@ def _(node: Node) -> Slots:
     op, dy, x, y = node.op, node.grad(0), node.input(0), node.output(0)
     alpha, beta, size = (node.attribute(name) for name in ("alpha", "beta", "size"))
     before = (size - 1) // 2
+    positions = op.ReduceProd(op.Shape(x, start=2), keepdims=1)
+    channels = op.Concat(op.Shape(x, end=2), positions, axis=0)
 
     def mean(value: ir.Value, pads: list[int]) -> ir.Value:
-        rows = op.Unsqueeze(op.Reshape(value, [0, 0, -1]), [1])
+        rows = op.Unsqueeze(op.Reshape(value, channels, allowzero=1), [1])
         means = op.AveragePool(rows, kernel_shape=[size, 1], pads=pads, count_include_pad=1)
-        return op.Reshape(means, op.shape(x))
+        return op.Reshape(means, op.shape(x), allowzero=1)
 
     squares = mean(op.Mul(x, x), [before, 0, size - 1 - before, 0])
     s = op.Add(op.Mul(squares, alpha), node.attribute("bias"))
@@ -53,7 +55,7 @@ def _(node: Node) -> Slots:
         )
     heads, tails = explicit_pads(node.attribute("pads"), count)
     if any((*heads, *tails)):
-        dy = op.Pad(dy, [*heads, *tails], None, list(range(2, 2 + count)))
+        dy = op.Pad(dy, [*heads, *tails], None, list(range(2, 2 + count)), rank=2 + count)
     for i in range(count):
         taps = op.Mul(op.Range(0, op.Gather(block, i), 1), dilations[i])
         room = op.Add(op.Gather(image, i), heads[i] + tails[i])

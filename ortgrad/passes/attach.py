@@ -47,6 +47,7 @@ def _refuse_other_nodes(function: ir.Function, count: int) -> None:
     both = ir.Node("", "Add", [given.outputs[0], expected.outputs[0]], name=_REFUSAL)
     for node, name in ((given, "given"), (expected, "expected"), (both, "same")):
         node.outputs[0].name = f"{BODY_ATTRIBUTE}/{name}"
+        node.name = node.name or f"{BODY_ATTRIBUTE}/{name}"
     function.insert_before(function[0], [given, expected, both])
     function.attributes.add(ir.Attr(BODY_ATTRIBUTE, ir.AttributeType.INTS, None))
 

@@ -8,14 +8,15 @@ Python kernel reads. A second time changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.bodies import MINIMUM_OPSET, Ops
 from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
+from ortgrad.names import Names
 from ortgrad.passes.inference import infer_types
 from ortgrad.passes.nodes import call_of, gradient_nodes
 from ortgrad.passes.training_ops import IN_DEFAULT_DOMAIN
@@ -34,10 +35,11 @@ def complete(model: ir.Model) -> None:
     if not nodes:
         return
     model.opset_imports.setdefault(DOMAIN, 1)
+    names = Names.of(model)
     for node, operator in nodes:
         if CALL_ATTRIBUTE not in node.attributes:
             try:
-                _describe(model, node, operator)
+                _describe(model, node, operator, names)
             except NodeError as error:
                 raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
     infer_types(model)
@@ -45,14 +47,14 @@ def complete(model: ir.Model) -> None:
         _fill_inputs(model, node, operator)
 
 
-def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
+def _describe(model: ir.Model, node: ir.Node, operator: Operator, names: Names) -> None:
     """Write down what the node says by leaving things out, and name all its outputs."""
     if operator.name in POOL_GRADIENTS and len(node.inputs) == len(operator.inputs) - 1:
-        _add_shape_input(model, node)
+        _add_shape_input(model, node, names)
     if operator.name == "LSTMGrad":
         _add_cell_inputs(node, operator)
     if operator.name == ACCUMULATOR and node.graph is model.graph:
-        _expose_sum(model.graph, node)
+        _expose_sum(model.graph, node, names)
     present = [value is not None for value in node.inputs]
     if len(present) > len(operator.inputs) or len(node.outputs) > len(operator.outputs):
         raise NodeError(
@@ -76,9 +78,10 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     attributes = operator.complete({a.name: _plain(a) for a in node.attributes.values()})
     node.resize_inputs(len(operator.inputs))
     node.resize_outputs(len(operator.outputs))
-    node.name = node.name or f"{operator.name}_{next(v.name for v in node.outputs if v.name)}"
+    first = next(v.name for v in node.outputs if v.name)
+    node.name = node.name or names.fresh(f"{operator.name}_{first}")
     for slot, value, want in zip(operator.outputs, node.outputs, wanted, strict=True):
-        value.name = value.name or f"{node.name}.unused.{slot.name}"
+        value.name = value.name or names.fresh(f"{node.name}.unused.{slot.name}")
         if not want:
             # What the graph says of its shape would have onnxruntime reuse memory that is not there.
             value.shape = None if value.type is None else ir.Shape([0])
@@ -95,37 +98,25 @@ def _plain(attribute: ir.Attr) -> Any:
     return attribute.value if not isinstance(attribute.value, tuple) else list(attribute.value)
 
 
-def _add_shape_input(model: ir.Model, node: ir.Node) -> None:
+def _add_shape_input(model: ir.Model, node: ir.Node, names: Names) -> None:
     """Give a pool gradient the shape of X, which onnxruntime-training leaves to the graph."""
     graph, output, dy = node.graph, node.outputs[0], node.inputs[0]
     assert graph is not None
-    made: list[ir.Node] = []
-
-    def record(op_type: str, inputs: list[ir.Value], attributes: dict[str, Any] | None = None) -> ir.Value:
-        made.append(ir.node(op_type, inputs, attributes or {}))
-        value = made[-1].outputs[0]
-        value.name = made[-1].name = f"{output.name}/{op_type}_{len(made)}"
-        value.type = ir.TensorType(ir.DataType.INT64)
-        return value
-
-    def constant(numbers: Sequence[int]) -> ir.Value:
-        return record("Constant", [], {"value": ir.tensor(np.array(numbers, np.int64))})
-
+    op = Ops(model.opset_imports.get("", MINIMUM_OPSET), names, node.name or f"{output.name}")
     shape = output.shape
     if shape is not None and shape.is_static():
-        x_shape = constant(shape.numpy())
+        x_shape = op.shape(output)
     elif (x := _pooled(node)) is not None:
-        x_shape = record("Shape", [x])
+        x_shape = op.Shape(x)
     elif shape is not None and dy is not None and all(isinstance(dim, int) for dim in shape[2:]):
-        ends = [constant([0]), constant([2])]
-        sizes = constant(ir.Shape(shape[2:]).numpy())
-        x_shape = record("Concat", [record("Slice", [record("Shape", [dy]), *ends]), sizes], {"axis": 0})
+        sizes = np.array(ir.Shape(shape[2:]).numpy(), np.int64)
+        x_shape = op.Concat(op.Slice(op.Shape(dy), [0], [2]), sizes, axis=0)
     else:
         raise NodeError(
             f"the shape of its output {output.name!r} is not known in the graph ({shape}); "
             "add the input X_shape (int64), or declare the shape as value_info"
         )
-    graph.insert_before(node, made)
+    graph.insert_before(node, op.nodes)
     node.resize_inputs(len(node.inputs) + 1)
     node.replace_input_with(len(node.inputs) - 1, x_shape)
 
@@ -167,14 +158,14 @@ def _add_cell_inputs(node: ir.Node, operator: Operator) -> None:
             node.replace_input_with(slots[slot.name], value)
 
 
-def _expose_sum(graph: ir.Graph, node: ir.Node) -> None:
+def _expose_sum(graph: ir.Graph, node: ir.Node, names: Names) -> None:
     """Make the updated buffer a graph output: onnxruntime-training changes the buffer in place instead."""
     buffer = node.inputs[0]
     if buffer is None or (len(node.outputs) > 1 and node.outputs[1].name):
         return
     node.resize_outputs(2)
     total = node.outputs[1]
-    total.name, total.type, total.shape = f"{buffer.name}.out", buffer.type, buffer.shape
+    total.name, total.type, total.shape = names.fresh(f"{buffer.name}.out"), buffer.type, buffer.shape
     graph.outputs.append(total)
 
 

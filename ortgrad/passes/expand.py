@@ -8,20 +8,20 @@ import onnx_ir as ir
 
 from ortgrad.bodies import Ops, record_body
 from ortgrad.call import EMPTY_PREFIX
-from ortgrad.names import taken_names
+from ortgrad.names import Names
 from ortgrad.passes.nodes import call_of, gradient_nodes, put_in_place
 from ortgrad.registry import Operator
 
 
 def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None:
     """Replace every complete gradient node for which `choose` says so, in place."""
-    taken = taken_names(model.graph)
+    names = Names.of(model)
     for node, operator in gradient_nodes(model):
         if not choose(node, operator):
             continue
         call = call_of(node, operator)
-        op = Ops(model.opset_imports[""], prefix=f"{node.outputs[0].name}/")
-        put_in_place(node, [], op, record_body(op, call, node.inputs), taken)
+        op = Ops(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
+        put_in_place(node, [], op, record_body(op, call, node.inputs))
     for name, value in list(model.graph.initializers.items()):
         if name.startswith(EMPTY_PREFIX) and not value.uses():
             del model.graph.initializers[name]

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from ortgrad.backward import FLOAT_TYPES, active_values, dependencies, subgraphs
 from ortgrad.errors import NodeError
 from ortgrad.gradient import find_rule
+from ortgrad.names import Names
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inference import infer_types
@@ -41,9 +42,10 @@ def _expand_once(
         complete(model)
         expand(model, lambda node, _: node in gradients)
     opened = bool(gradients)
+    names = Names.of(model)
     for node in chosen - gradients:
         try:
-            done = open_schema_function(node, model.opset_imports)
+            done = open_schema_function(node, model.opset_imports, names)
         except NodeError:
             done = False
         if done:

@@ -10,9 +10,10 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from ortgrad.backward import BackwardPass, dependencies, list_failures
 from ortgrad.bodies import Ops
 from ortgrad.errors import NodeError, UnsupportedGradientError
-from ortgrad.names import name_nodes, taken_names
+from ortgrad.names import Names
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.inference import infer_types
+from ortgrad.passes.proven_shapes import infer_proven_shapes
 
 DOMAIN = "ai.onnx.preview.training"
 
@@ -27,6 +28,7 @@ def expand_gradient_operator(model: ir.Model) -> bool:
     if not any(_is_gradient(node) for node in model.graph):
         return False
     model.graph.sort()
+    declared = infer_proven_shapes(model)
     # One after the other: `y` may be a result of another Gradient node.
     while (node := next((n for n in model.graph if _is_gradient(n)), None)) is not None:
         infer_types(model)
@@ -34,6 +36,7 @@ def expand_gradient_operator(model: ir.Model) -> bool:
             _expand(model, node)
         except NodeError as error:
             raise NodeError(f"Gradient node {node.name!r}: {error}") from error
+    declared.restore_borders()
     RemoveUnusedOpsetsPass()(model)
     return True
 
@@ -63,11 +66,12 @@ def _expand(model: ir.Model, node: ir.Node) -> None:
     nodes = _between(graph, fed, values[y])
     if any(_is_gradient(inner) for inner in nodes):
         raise NodeError(f"y={y!r} depends on a Gradient node that comes later")
+    names = Names.of(model)
     copies: list[ir.Node] = []
     mapping = {name: value for name, value in fed.items() if name is not value}
     if mapping:
-        copies = [_copy(inner, mapping) for inner in nodes]
-    op = Ops(model.opset_imports[""])
+        copies = [_copy(inner, mapping, names) for inner in nodes]
+    op = Ops(model.opset_imports[""], names)
     targets = [fed[values[name]] for name in xs]
     backward = BackwardPass(op, copies or nodes, targets)
     target = mapping.get(values[y], values[y])
@@ -80,13 +84,10 @@ def _expand(model: ir.Model, node: ir.Node) -> None:
         grad = backward.total(value) or op.full_like(value, 0.0)
         results.append(op.copy(grad) if grad in results else grad)
     made = [*copies, *op.nodes]
-    name_nodes(made, taken_names(graph))
     wanted = [(old, new) for old, new in zip(node.outputs, results, strict=False) if old.name]
     ir.convenience.replace_nodes_and_values(
         graph, node, [node], made, [old for old, _ in wanted], [new for _, new in wanted]
     )
-    for inner in made:
-        inner.name = inner.outputs[0].name
 
 
 def _named(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
@@ -108,12 +109,13 @@ def _between(graph: ir.Graph, sources: Iterable[ir.Value], y: ir.Value) -> list[
     return found[::-1]
 
 
-def _copy(node: ir.Node, mapping: dict[ir.Value, ir.Value]) -> ir.Node:
+def _copy(node: ir.Node, mapping: dict[ir.Value, ir.Value], names: Names) -> ir.Node:
     """A copy of the node that reads what the mapping puts in the place of a value; it adds its outputs."""
     attributes: list[ir.Attr] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             inner = attribute.as_graph().clone(allow_outer_scope_values=True)
+            names.rename(inner)
             for reader in ir.traversal.RecursiveGraphIterator(inner):
                 _replace(reader, mapping)
             attribute = ir.AttrGraph(attribute.name, inner)
@@ -125,10 +127,11 @@ def _copy(node: ir.Node, mapping: dict[ir.Value, ir.Value]) -> ir.Node:
         attributes,
         overload=node.overload,
         num_outputs=len(node.outputs),
+        name=names.fresh(node.name or f"{node.outputs[0].name}"),
     )
     _replace(copy, mapping)
     for old, new in zip(node.outputs, copy.outputs, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
+        new.name, new.type, new.shape = names.fresh(old.name) if old.name else "", old.type, old.shape
         mapping[old] = new
     return copy
 

@@ -68,12 +68,17 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 @contextmanager
 def _without_weights(model: ir.Model) -> Iterator[None]:
-    """Have large initializers be inputs for a while."""
+    """Have initializers that are large, or only defaults, be inputs for a while."""
     graph, inputs = model.graph, list(model.graph.inputs)
     large = []
     for name, value in graph.initializers.items():
         tensor = value.const_value
-        if tensor is not None and tensor.nbytes > _LARGEST_CONSTANT:
+        if tensor is None:
+            continue
+        if value.is_graph_input():
+            # Something else may be fed.
+            large.append((name, value))
+        elif tensor.nbytes > _LARGEST_CONSTANT:
             value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
             large.append((name, value))
     order = list(graph.initializers.items())

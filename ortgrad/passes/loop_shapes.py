@@ -20,23 +20,31 @@ Shapes = dict[tuple[int, int], tuple["Dims | None", "Dims | None"]]
 
 def infer_loop_shapes(model: ir.Model) -> None:
     """Write the shapes of loop states into the model, in place; types must be inferred already."""
-    declared = {key: before for key, _, before, _ in _states(model) if before is not None}
-    found: Shapes = {key: (before or start, start) for key, start, before, _ in _states(model)}
+    found: Shapes = {}
+    new: Shapes = {key: (start, start) for key, start, _ in _states(model) if start is not None}
+    while new:
+        found |= new
+        # A loop inside of another may start from a state of that one.
+        states = _states(_assuming(model, found))
+        new = {key: (start, start) for key, start, _ in states if start is not None and key not in found}
     assumed: Shapes = {}
     while found != assumed:
-        assumed = found
-        trial = model.clone()
-        _apply(trial, assumed)
-        infer_types(trial)
-        found = {}
-        for key, start, _, after in _states(trial):
+        assumed, found = found, {}
+        for key, start, after in _states(_assuming(model, assumed)):
             either = _join(start, after)
-            during, final = assumed[key]
-            # What the body declares is the model's own business.
-            found[key] = declared.get(key) or _join(during, either), _join(final, either)
+            during, final = assumed.get(key, (None, None))
+            found[key] = _join(during, either), _join(final, either)
     if assumed:
         _apply(model, assumed)
         infer_types(model)
+
+
+def _assuming(model: ir.Model, shapes: Shapes) -> ir.Model:
+    """A copy of the model that is inferred with shapes of states."""
+    trial = model.clone()
+    _apply(trial, shapes)
+    infer_types(trial)
+    return trial
 
 
 def _loops(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Graph]]:
@@ -45,13 +53,13 @@ def _loops(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Graph]]:
             yield node, node.attributes["body"].as_graph()
 
 
-def _states(model: ir.Model) -> Iterator[tuple[tuple[int, int], Dims | None, Dims | None, Dims | None]]:
-    """Every state: its key, its shape at the start, in the body, and at the body's end."""
+def _states(model: ir.Model) -> Iterator[tuple[tuple[int, int], Dims | None, Dims | None]]:
+    """Every state: its key, its shape at the start, and at the body's end."""
     for number, (node, body) in enumerate(_loops(model)):
-        states = zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], strict=False)
-        for i, values in enumerate(states):
-            start, before, after = map(_dims, values)
-            yield (number, i), start, before, after
+        count = len(body.inputs) - 2
+        for i, values in enumerate(zip(node.inputs[2:], body.outputs[1 : 1 + count], strict=False)):
+            start, after = map(_dims, values)
+            yield (number, i), start, after
 
 
 def _dims(value: ir.Value | None) -> Dims | None:

@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from ortgrad.bodies import Ops
 from ortgrad.call import Call, parse_call
-from ortgrad.names import name_nodes
 from ortgrad.registry import CALL_ATTRIBUTE, Operator, Shape, find_operator
 
 
@@ -28,9 +27,7 @@ def call_of(node: ir.Node, operator: Operator) -> Call:
     return parse_call(operator, node.attributes[CALL_ATTRIBUTE].as_string())
 
 
-def put_in_place(
-    node: ir.Node, made: Sequence[ir.Node], op: Ops, results: Sequence[ir.Value | None], taken: set[str]
-) -> None:
+def put_in_place(node: ir.Node, made: Sequence[ir.Node], op: Ops, results: Sequence[ir.Value | None]) -> None:
     """Replace a node by `made` and what `op` recorded; results are in the order of its outputs."""
     graph = node.graph
     assert graph is not None
@@ -41,11 +38,8 @@ def put_in_place(
         for old, new in zip(node.outputs, results, strict=False)
         if new is not None and old.name
     ]
-    nodes = [*made, *op.nodes]
-    # What a node's rule recorded beside it may have the same prefix.
-    name_nodes(nodes, taken)
     ir.convenience.replace_nodes_and_values(
-        graph, node, [node], nodes, [old for old, _ in pairs], [new for _, new in pairs]
+        graph, node, [node], [*made, *op.nodes], [old for old, _ in pairs], [new for _, new in pairs]
     )
 
 

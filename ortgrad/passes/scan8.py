@@ -10,6 +10,7 @@ from onnx import helper, version_converter
 
 from ortgrad.backward import captured_values
 from ortgrad.errors import ModelError
+from ortgrad.names import Names
 
 PLACEHOLDER = "ortgrad.scan8"
 
@@ -37,9 +38,10 @@ def hide_old_scans(model: ir.Model, opset: int) -> dict[str, ir.Graph]:
 
 def restore_scans(model: ir.Model, bodies: dict[str, ir.Graph]) -> None:
     """Put two Scans in the place of each hidden node: one over the batch, and in it the one over time."""
-    for node in list(model.graph.all_nodes()):
-        if node.domain == PLACEHOLDER:
-            _restore(node, bodies[node.name or ""], model.opset_imports[""])
+    hidden = [(n, bodies[n.name or ""]) for n in model.graph.all_nodes() if n.domain == PLACEHOLDER]
+    names = Names.of(model)
+    for node, body in hidden:
+        _restore(node, body, model.opset_imports[""], names)
     model.opset_imports.pop(PLACEHOLDER, None)
 
 
@@ -49,17 +51,19 @@ def _converted(body: ir.Graph, opset: int) -> ir.Graph:
     return ir.from_proto(version_converter.convert_version(model, opset)).graph
 
 
-def _restore(node: ir.Node, body: ir.Graph, opset: int) -> None:
+def _restore(node: ir.Node, body: ir.Graph, opset: int, names: Names) -> None:
+    names.rename(body)
     scanned = node.attributes["num_scan_inputs"].as_int()
     attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", scanned)]
     if "directions" in node.attributes:
         directions = node.attributes["directions"].as_ints()
         attributes.append(ir.AttrInt64s("scan_input_directions", directions))
     given = [value for value in node.inputs if value is not None]
-    inputs = [_row(value, f"{node.name}/{i}") for i, value in enumerate(given)]
-    inner = ir.Node("", "Scan", inputs, attributes, num_outputs=len(node.outputs), name=f"{node.name}/time")
+    inputs = [_row(value, names.fresh(f"{node.name}/{i}")) for i, value in enumerate(given)]
+    name = names.fresh(f"{node.name}/time")
+    inner = ir.Node("", "Scan", inputs, attributes, num_outputs=len(node.outputs), name=name)
     for made, old in zip(inner.outputs, node.outputs, strict=True):
-        made.name, made.type = f"{node.name}/{old.name}", old.type
+        made.name, made.type = names.fresh(f"{node.name}/{old.name}"), old.type
     row = ir.Graph(inputs, inner.outputs, nodes=[inner], opset_imports={"": opset}, name="row")
     outer = ir.Node(
         "",

@@ -12,9 +12,10 @@ from onnx_ir.passes.common import InlinePass
 
 from ortgrad.backward import subgraphs
 from ortgrad.errors import NodeError
+from ortgrad.names import Names
 
 
-def open_schema_function(node: ir.Node, opsets: Mapping[str, int]) -> bool:
+def open_schema_function(node: ir.Node, opsets: Mapping[str, int], names: Names) -> bool:
     """Replace a node by the body that its schema gives; False if there is none.
 
     Raises NodeError if onnx cannot convert the body to the model's opset.
@@ -23,18 +24,14 @@ def open_schema_function(node: ir.Node, opsets: Mapping[str, int]) -> bool:
     graph = node.graph
     if body is None or graph is None:
         return False
-    prefix = f"{node.outputs[0].name}/"
-    for made in ir.traversal.RecursiveGraphIterator(body):
-        made.name = f"{prefix}{made.name}"
-        for value in made.outputs:
-            value.name = f"{prefix}{value.name}"
     given = [value for value in node.inputs if value is not None]
     for value, tensor in [(v, v.const_value) for v in body.initializers.values()]:
         constant = ir.node("Constant", [], {"value": tensor})
-        constant.outputs[0].name = f"{prefix}{value.name}"
+        constant.outputs[0].name = constant.name = value.name
         body.insert_before(body[0], constant)
         ir.convenience.replace_all_uses_with(value, constant.outputs[0])
     results = [_from_node(body, value) for value in body.outputs]
+    names.rename(body, node.name or f"{node.outputs[0].name}")
     ir.convenience.replace_all_uses_with(body.inputs, given)
     made_nodes = list(body)
     body.outputs.clear()
@@ -50,7 +47,7 @@ def _from_node(graph: ir.Graph, value: ir.Value) -> ir.Value:
         return value
     copy = ir.node("Identity", [value])
     graph.append(copy)
-    copy.outputs[0].name = f"{value.name}/copy"
+    copy.outputs[0].name = copy.name = f"{value.name}/copy"
     return copy.outputs[0]
 
 

@@ -41,19 +41,19 @@ def training_operators() -> list[str]:
 def write_in_standard_onnx(model: ir.Model) -> bool:
     """Replace every such node of the model, in place; False if there is none."""
     from ortgrad.bodies import Ops
-    from ortgrad.names import taken_names
+    from ortgrad.names import Names
     from ortgrad.passes.nodes import put_in_place
 
     nodes = [n for n in model.graph.all_nodes() if is_training_operator(n.op_type, n.domain)]
-    taken = taken_names(model.graph)
+    names = Names.of(model)
     for node in nodes:
-        op = Ops(model.opset_imports[""], prefix=f"{node.outputs[0].name or node.name}/")
+        op = Ops(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
         foreign = Foreign(node)
         try:
             results = _translations[node.op_type](op, foreign)
         except NodeError as error:
             raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
-        put_in_place(node, foreign.computed_again, op, results, taken)
+        put_in_place(node, foreign.computed_again, op, results)
     return bool(nodes)
 
 
@@ -91,16 +91,16 @@ class Foreign:
 
         operands = list(operands)
         inputs = [self.optional(i) for i in operands]
-        node = ir.Node("", forward, inputs, self.node.attributes.values())
+        scope, name = op.scope, op.name(forward)
+        node = ir.Node("", forward, inputs, self.node.attributes.values(), name=name)
         dy = self.input(0)
         output = node.outputs[0]
-        output.name, output.type, output.shape = f"{op.prefix}forward", dy.type, dy.shape
-        prefix = op.prefix
+        output.name, output.type, output.shape = name, dy.type, dy.shape
         targets = [value for i, value in enumerate(inputs) if value is not None and self.wants(i)]
         backward = BackwardPass(op, [node], targets)
         backward.seed(output, dy)
         backward.run()
-        op.prefix = prefix
+        op.scope = scope
         if backward.failures:
             raise NodeError(backward.failures[0].reason)
         if output.uses():

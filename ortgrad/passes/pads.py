@@ -1,0 +1,52 @@
+"""Write Pads for all axes.
+
+onnxruntime moves a Transpose past a Pad without looking at its `axes`, and with the gradient's nodes behind
+it a Pad may well be on the way between two transposes where it was not before.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortgrad.bodies import Ops
+from ortgrad.names import Names
+from ortgrad.passes.nodes import put_in_place
+
+
+def pad_all_axes(model: ir.Model) -> bool:
+    """Replace every Pad and CenterCropPad along chosen axes, in place; False if there is none.
+
+    Their values keep their names.
+    """
+    chosen = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _has_axes(node)]
+    names = Names.of(model) if chosen else Names()
+    for node in chosen:
+        op = Ops(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
+        put_in_place(node, [], op, [_padded(op, node) if node.op_type == "Pad" else _centred(op, node)])
+    return bool(chosen)
+
+
+def _has_axes(node: ir.Node) -> bool:
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    if node.op_type == "Pad":
+        return len(node.inputs) > 3 and node.inputs[3] is not None
+    return node.op_type == "CenterCropPad" and "axes" in node.attributes
+
+
+def _padded(op: Ops, node: ir.Node) -> ir.Value:
+    x, pads, constant, axes = node.inputs
+    assert x is not None
+    mode = node.attributes.get_string("mode")
+    return op.Pad(x, pads, constant, axes, mode=mode)
+
+
+def _centred(op: Ops, node: ir.Node) -> ir.Value:
+    """As the function of CenterCropPad's schema, but in one step: negative pads crop."""
+    x, shape = node.inputs
+    assert x is not None
+    axes = list(node.attributes["axes"].as_ints())
+    more = op.Sub(op.Cast(shape, to=ir.DataType.INT64), op.Gather(op.shape(x), axes))
+    # The division rounds towards 0, as both cropping and padding do.
+    before = op.Div(more, 2)
+    return op.Pad(x, op.Concat(before, op.Sub(more, before), axis=0), None, axes)

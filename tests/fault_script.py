@@ -1,0 +1,120 @@
+"""Raise at the n-th bytecode that Python runs for onnxruntime, for each n in turn: run by test_faults.py.
+
+usage: fault_script.py WAY FIRST STEP
+
+WAY is own, elsewhere (on another thread), registered, failing, creation or registered-creation.
+Prints one line per n; the process must reach the line "done".
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+import ortgrad
+from ortgrad import native, runs
+
+WAY, FIRST, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
+BAD = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1])}
+# The functions in which native code enters Python.
+ENTRANCES = {native._Kernel._run_once.__code__, native._creation.__code__}
+
+
+class Fault(BaseException):
+    """No code may expect this."""
+
+
+class Injector:
+    """A trace function that raises once, at the n-th bytecode within callbacks."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+        self.raised = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        inside: FrameType | None = frame
+        while inside is not None and inside.f_code not in ENTRANCES:
+            inside = inside.f_back
+        if inside is None:
+            return None
+        frame.f_trace_opcodes = True
+        if event in ("call", "opcode") and not self.raised:
+            self.left -= 1
+            if self.left < 0:
+                self.raised = True
+                raise Fault
+        return self
+
+
+def model() -> Any:
+    return ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
+
+
+def make_session() -> Any:
+    if WAY.startswith("registered"):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        ortgrad.register(options)
+        return onnxruntime.InferenceSession(model().SerializeToString(), options)
+    return ortgrad.InferenceSession(model(), kernels="python")
+
+
+def trace(function: Any) -> None:
+    threading.settrace(function)
+    sys.settrace(function)
+    # Threads that live already keep their own trace function. The last to work may not be idle yet.
+    time.sleep(0.01)
+    runs._idle.clear()
+
+
+def attempt(session: Any, feeds: Any) -> str:
+    try:
+        (result,) = session.run(None, feeds)
+    except Fault:
+        return "fault"
+    except ortgrad.KernelError:
+        return "kernel error"
+    except Exception as error:
+        assert "around a kernel of ortgrad" in str(error) or "must be equal" in str(error), error
+        return "status"
+    assert result.tolist() == [1, 0, 3]
+    return "result"
+
+
+def main() -> None:
+    session = make_session()
+    assert attempt(session, FEEDS) == "result"
+    n = FIRST
+    while True:
+        if WAY == "elsewhere":
+            session._monitor._quick_size = -1
+        injector = Injector(n)
+        trace(injector)
+        try:
+            if WAY.endswith("creation"):
+                outcome = attempt(make_session(), FEEDS)
+                # In a session of others the exception comes a little later.
+                time.sleep(0.02)
+            else:
+                outcome = attempt(session, BAD if WAY == "failing" else FEEDS)
+        except Fault:
+            outcome = "fault"
+        finally:
+            trace(None)
+        print(n, outcome, flush=True)
+        if not injector.raised:
+            break
+        for _ in range(2):
+            assert attempt(session, FEEDS) == "result"
+        n += STEP
+    print("done")
+
+
+main()

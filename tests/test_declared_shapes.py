@@ -1,0 +1,214 @@
+"""Files declare shapes that a run contradicts: gradients rely on what follows from inputs and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+import ortgrad
+
+Lie = Callable[[list[int]], list["int | str | None"]]
+# What exporters write instead of the shape of a value.
+LIES: dict[str, Lie] = {
+    "nothing": list,
+    "one axis more": lambda shape: [1, *shape],
+    "one axis less": lambda shape: [*shape[1:]],
+    "other sizes": lambda shape: [size + 1 for size in shape],
+    "ones": lambda shape: [1 for _ in shape],
+    "one name": lambda shape: ["N" for _ in shape],
+}
+# The shapes of the values, and how they are computed.
+MODELS = {
+    "product": (
+        """(float[2, 3] x, float[3] w) => (float[2, 3] z) { t = Mul(x, w) u = Add(t, w) z = Mul(u, t) }""",
+        {"t": [2, 3], "u": [2, 3], "z": [2, 3]},
+    ),
+    "matrices": (
+        """(float[N, 3] x, float[3, 4] w) => (float[N, 4] z) {
+            t = MatMul(x, w)
+            u = ReduceMax <keepdims = 1> (t, axes)
+            v = Sub(t, u)
+            z = Softmax(v)
+        }""",
+        {"t": [2, 4], "u": [2, 1], "v": [2, 4], "z": [2, 4]},
+    ),
+    "reshaped": (
+        """(float[N, 3] x, float[3] w) => (float[M, 2] z) {
+            s = Shape(x)
+            t = Mul(x, w)
+            u = Transpose(t)
+            v = Reshape(u, pairs)
+            z = LogSoftmax(v)
+        }""",
+        {"t": [2, 3], "u": [3, 2], "v": [3, 2], "z": [3, 2]},
+    ),
+    "if": (
+        """(float[2, 3] x, float[3] w, bool c) => (float[2, 3] z) {
+            t = Mul(x, w)
+            z = If (c) <
+                then_branch = a () => (float[2, 3] r) { q = Mul(t, w) r = Tanh(q) },
+                else_branch = b () => (float[2, 3] r2) { q2 = Add(t, w) r2 = Softmax(q2) }
+            >
+        }""",
+        {"t": [2, 3], "q": [2, 3], "r": [2, 3], "q2": [2, 3], "r2": [2, 3], "z": [2, 3]},
+    ),
+    "loop": (
+        """(float[2, 3] x, float[3] w, bool c) => (float[2, 3] z) {
+            z = Loop (trips, c, x) <body = b (int64 i, bool g, float[2, 3] s) => (bool g2, float[2, 3] s2)
+                { g2 = Identity(g) q = Mul(s, w) s2 = Tanh(q) }>
+        }""",
+        {"s": [2, 3], "q": [2, 3], "s2": [2, 3], "z": [2, 3]},
+    ),
+}
+FEEDS = {"x": np.float32([[0.1, -0.2, 0.3], [0.4, 0.5, -0.6]]), "c": np.array(True)}
+WEIGHTS = {"product": (3,), "matrices": (3, 4), "reshaped": (3,), "if": (3,), "loop": (3,)}
+
+
+def parse(name: str) -> onnx.ModelProto:
+    text = MODELS[name][0]
+    head, arrow, body = text.partition(" {")
+    constants = "<int64 trips = {2}, int64[1] axes = {1}, int64[2] pairs = {-1, 2}>"
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g {head} {constants}{arrow}{body}'
+    )
+
+
+def declare(graph: onnx.GraphProto, shapes: dict[str, list[int]], lie: Lie, inputs: bool = False) -> None:
+    """Write what is not true over outputs, values in between, and inputs of subgraphs."""
+    found = {value.name: value for value in (*graph.output, *graph.value_info)}
+    found |= {value.name: value for value in graph.input if inputs}
+    for node in graph.node:
+        for name in node.output:
+            if name in shapes and name not in found:
+                found[name] = graph.value_info.add(name=name)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                declare(attribute.g, shapes, lie, True)
+    for name, value in found.items():
+        if name in shapes:
+            value.CopyFrom(helper.make_tensor_value_info(name, TensorProto.FLOAT, lie(shapes[name])))
+
+
+def quiet() -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return options
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_file_declares_changes_nothing(name: str, lie: str) -> None:
+    truth = parse(name)
+    feeds = dict(FEEDS, w=np.random.default_rng(0).standard_normal(WEIGHTS[name]).astype(np.float32))
+    names = [value.name for value in truth.graph.input]
+    if lie == "nothing":
+        ortgrad.check_gradients(truth, {k: feeds[k] for k in names}).raise_if_wrong()
+    model = parse(name)
+    declare(model.graph, MODELS[name][1], LIES[lie])
+    seed = np.random.default_rng(1).standard_normal(MODELS[name][1]["z"]).astype(np.float32)
+    results = []
+    for source in (truth, model):
+        built = ortgrad.build_gradient_model(source, wrt=["x", "w"])
+        fed = {k: v for k, v in {**feeds, "z_grad": seed}.items() if k in {i.name for i in built.graph.input}}
+        for kernels in ("auto", "onnx"):
+            session = ortgrad.InferenceSession(built, quiet(), kernels=kernels)
+            results.append(session.run(None, fed)[1:])
+    for other in results[1:]:
+        for actual, expected in zip(other, results[0], strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_seed_is_not_declared_as_the_file_declares_its_output() -> None:
+    """The rank of an exporter's example, and a size that is another at run time."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N, 25, 3] x, int64[M] shape) => (float[24, 5] y) { t = Mul(x, x) y = Reshape(t, shape) }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    (seed,) = [value for value in built.graph.input if value.name == "y_grad"]
+    assert not seed.type.tensor_type.HasField("shape")
+    x = np.ones((1, 25, 3), np.float32)
+    feeds = {"x": x, "shape": np.array([1, 3, 25]), "y_grad": np.full((1, 3, 25), 2, np.float32)}
+    plain = onnxruntime.InferenceSession(built.SerializeToString(), quiet())
+    for session in (ortgrad.InferenceSession(built, quiet()), plain):
+        np.testing.assert_array_equal(session.run(["x_grad"], feeds)[0], 4 * x)
+
+
+UNKNOWN_RANK = """<ir_version: 10, opset_import: ["" : 21]>
+    g (float[2, 6] x, int64[M] shape, float[4, 2] k) => (float[4, P] y)
+    { t = Reshape(x, shape) n = ReduceMean(t) s = Sub(t, n) y = MatMul(k, s) }"""
+
+
+def test_a_declared_rank_counts_where_nothing_else_is_known() -> None:
+    """Behind a Reshape to a computed shape only the file knows the rank that MatMul's rule needs."""
+    model = onnx.parser.parse_model(UNKNOWN_RANK)
+    model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, [2, "P"]))
+    built = ortgrad.build_gradient_model(model, wrt=["x", "k"])
+    generator = np.random.default_rng(0)
+    x, k, seed = (generator.standard_normal(s).astype(np.float32) for s in ((2, 6), (4, 2), (4, 6)))
+    feeds = {"x": x, "k": k, "shape": np.array([2, 6]), "y_grad": seed}
+    _, dx, dk = ortgrad.InferenceSession(built, quiet()).run(None, feeds)
+    flow = k.T @ seed
+    np.testing.assert_allclose(dx, flow - flow.mean(), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(dk, seed @ (x - x.mean()).T, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("declared", [[6], ["A", "B", "C"]])
+def test_a_declared_rank_that_is_wrong_is_an_error(declared: list[str | int]) -> None:
+    model = onnx.parser.parse_model(UNKNOWN_RANK)
+    with pytest.raises(ortgrad.UnsupportedGradientError, match="number of dimensions of its input 's'"):
+        ortgrad.build_gradient_model(model, wrt="x")
+    model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, declared))
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    x, k, seed = (np.ones(shape, np.float32) for shape in ((2, 6), (4, 2), (4, 6)))
+    feeds = {"x": x, "k": k, "shape": np.array([2, 6]), "y_grad": seed}
+    for kernels in ("auto", "python", "onnx"):
+        session = ortgrad.InferenceSession(built, quiet(), kernels=kernels)
+        with pytest.raises(Exception, match=f"t/declared_with_{len(declared)}_dimensions"):
+            session.run(None, feeds)
+
+
+def test_a_wrong_rank_that_no_rule_needs_is_none() -> None:
+    model = onnx.parser.parse_model(UNKNOWN_RANK.replace("MatMul(k, s)", "Mul(s, s)"))
+    model.graph.value_info.append(helper.make_tensor_value_info("t", TensorProto.FLOAT, [2, 3, 4]))
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    feeds = {"x": x, "k": np.ones((4, 2), np.float32), "shape": np.array([12]), "y_grad": x.reshape(12)}
+    flow = 2 * (x - x.mean()) * x
+    grad = ortgrad.InferenceSession(built, quiet()).run(["x_grad"], feeds)[0]
+    np.testing.assert_allclose(grad, flow - flow.mean(), rtol=1e-5)
+
+
+def test_a_declared_scalar_is_seeded_with_one_if_it_is_one() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[1] x, int64[M] shape) => (float y) { t = Mul(x, x) y = Reshape(t, shape) }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    assert [value.name for value in built.graph.input] == ["x", "shape"]
+    session = ortgrad.InferenceSession(built, quiet())
+    x = np.float32([3])
+    np.testing.assert_array_equal(session.run(["x_grad"], {"x": x, "shape": np.zeros(0, np.int64)})[0], [6])
+    with pytest.raises(Exception, match="y_grad/Reshape"):
+        session.run(["x_grad"], {"x": x, "shape": np.array([1, 1])})
+
+
+def test_defaults_that_can_be_fed_prove_nothing() -> None:
+    """An initializer that is an input too may be another at run time."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2, 6] x, int64[2] shape) => (float[3, 4] y) <int64[2] shape = {3, 4}>
+        { t = Reshape(x, shape) s = ReduceMax <keepdims = 1> (t) y = Sub(t, s) }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    seed = np.arange(12, dtype=np.float32).reshape(6, 2)
+    feeds = {"x": x, "shape": np.array([6, 2]), "y_grad": seed}
+    expected = seed.copy().reshape(2, 6)
+    expected[1, 5] -= seed.sum()
+    np.testing.assert_allclose(ortgrad.InferenceSession(built, quiet()).run(None, feeds)[1], expected)
