@@ -236,6 +236,8 @@ def _require_channels(op: Ops, value: ir.Value, x: ir.Value, scale: ir.Value, ra
         if known[0] != known[1]:
             raise ValueError(f"scale must have one value per channel of X, [{known[0]}], it has [{known[1]}]")
         return value
+    if not op.checked:
+        return value
     channels = op.Shape(x, start=1, end=2) if rank > 1 else [1]
     return op.require(value, [op.Sub(op.Shape(scale), channels)], "X [N, C, ...], scale [C]")
 

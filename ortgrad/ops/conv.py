@@ -355,10 +355,11 @@ def _(
         form = _Form.of(x, kernel, auto_pad, strides, dilations, pads)
     except ValueError as error:
         raise NodeError(str(error)) from error
-    sizes = op.Shape(x, start=2) if None in form.sizes else [n for n in form.sizes if n is not None]
-    dy = require_outputs(
-        op, dy, sizes, kernel, auto_pad=auto_pad, strides=strides, dilations=dilations, pads=pads
-    )
+    if op.checked:
+        sizes = op.Shape(x, start=2) if None in form.sizes else [n for n in form.sizes if n is not None]
+        dy = require_outputs(
+            op, dy, sizes, kernel, auto_pad=auto_pad, strides=strides, dilations=dilations, pads=pads
+        )
     axes = [0, *range(2, 2 + len(kernel))]
     return (
         _dx_body(op, dy, x, w, form, group) if wanted[0] else None,

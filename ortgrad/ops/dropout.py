@@ -80,7 +80,8 @@ def _(
         if dy.dtype is not None and ratio.dtype is not None and dy.dtype.itemsize > ratio.dtype.itemsize:
             ratio = op.CastLike(ratio, dy)
         valid = op.And(op.GreaterOrEqual(ratio, 0.0), op.Less(ratio, 1.0))
-        dy = op.require(dy, [op.Unsqueeze(op.Not(valid), [0])], "a ratio in [0, 1)")
+        if op.checked:
+            dy = op.require(dy, [op.Unsqueeze(op.Not(valid), [0])], "a ratio in [0, 1)")
         scale = op.Where(valid, op.Reciprocal(op.Sub(1.0, ratio)), float("nan"))
         scaled = op.Mul(dy, op.CastLike(scale, dy))
     dropped = op.Where(mask, scaled, 0.0)

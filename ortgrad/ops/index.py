@@ -134,8 +134,9 @@ def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -
     length = op.Gather(shape, axis)
     # outer axes, indices, inner axes
     rows = op.Reshape(op.Cast(indices, to=_INT64), [1, -1] if axis == rank - 1 else [1, -1, 1])
-    outside = op.Or(op.Less(rows, op.Neg(length)), op.GreaterOrEqual(rows, length))
-    dy = op.require(dy, [outside], "indices that the axis has")
+    if op.checked:
+        outside = op.Or(op.Less(rows, op.Neg(length)), op.GreaterOrEqual(rows, length))
+        dy = op.require(dy, [outside], "indices that the axis has")
     rows = op.Where(op.Less(rows, 0), op.Add(rows, length), rows)
     if axis > 0:
         outer = op.ReduceProd(op.Slice(shape, [0], [axis]), keepdims=0)

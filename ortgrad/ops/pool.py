@@ -145,7 +145,7 @@ def _(
     **attributes: Any,
 ) -> ir.Value:
     _require_order(storage_order)
-    if kernel_shape and not _unclear(kernel_shape, dilations=dilations, **attributes):
+    if op.checked and kernel_shape and not _unclear(kernel_shape, dilations=dilations, **attributes):
         sizes = op.Slice(x_shape, [2], [_END])
         dy = require_outputs(op, dy, sizes, kernel_shape, dilations=dilations, **attributes)
     if max(dilations or [1]) > 1:
@@ -373,17 +373,18 @@ def _(
     kernel_shape = _clear_kernel(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations)
     rank = len(kernel_shape) if dy.shape is None else op.rank(dy) - 2
     kernel = per_dimension("kernel_shape", kernel_shape, rank)
-    dy = require_outputs(
-        op,
-        dy,
-        op.Slice(x_shape, [2], [_END]),
-        kernel,
-        auto_pad=auto_pad,
-        strides=strides,
-        dilations=dilations,
-        pads=pads,
-        ceil_mode=ceil_mode,
-    )
+    if op.checked:
+        dy = require_outputs(
+            op,
+            dy,
+            op.Slice(x_shape, [2], [_END]),
+            kernel,
+            auto_pad=auto_pad,
+            strides=strides,
+            dilations=dilations,
+            pads=pads,
+            ceil_mode=ceil_mode,
+        )
     steps = per_dimension("strides", strides, rank)
     gaps = per_dimension("dilations", dilations, rank)
     heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)
