@@ -31,20 +31,41 @@ def ortgrad_peer(kernels):
 
 
 def stock_peer():
-    from onnxruntime_extensions import PyCustomOpDef, _ocos
-
-    install = PyCustomOpDef.install_hooker
-
+    """The same kernels as Python operators of onnxruntime-extensions, called as it calls them."""
+    import numpy as np
     import onnxruntime
+    from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
     import ortgrad
+    from ortgrad.call import parse_call
+    from ortgrad.evaluate import declared_shapes, evaluate
+    from ortgrad.registry import CALL_ATTRIBUTE, all_operators
 
-    # The library's own invoker takes the place of ortgrad's.
-    install(_ocos._on_pyop_invocation)
+    types = {"float32": PyCustomOpDef.dt_float, "float64": PyCustomOpDef.dt_double}
+    types |= {"int32": PyCustomOpDef.dt_int32, "int64": PyCustomOpDef.dt_int64, "bool": PyCustomOpDef.dt_bool}
+
+    def declare(operator, variant):
+        dtypes = [np.dtype(t) for t in variant.outputs]
+
+        @onnx_op(
+            op_type=f"{operator.domain}::{operator.name}",
+            inputs=[types[t] for t in variant.inputs],
+            outputs=[types[t] for t in variant.outputs],
+            attrs={CALL_ATTRIBUTE: PyCustomOpDef.dt_string},
+        )
+        def kernel(*feed, **attributes):
+            call = parse_call(operator, attributes[CALL_ATTRIBUTE])
+            shapes = declared_shapes(call, feed)
+            values = evaluate(call, feed, dtypes, shapes, lambda i, shape: np.empty(shape, dtypes[i]))
+            return tuple(np.zeros(0, t) if v is None else v for v, t in zip(values, dtypes, strict=True))
+
+    for operator in all_operators():
+        for variant in operator.variants():
+            declare(operator, variant)
 
     def load(request, feeds):
         options = onnxruntime.SessionOptions()
-        ortgrad.register(options)
+        options.register_custom_ops_library(get_library_path())
         model = ortgrad.prepare(request["model"], kernels="python").SerializeToString()
         return runner(onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]), feeds)
 
