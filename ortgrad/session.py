@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 
 from ortgrad import dispatch, native
+from ortgrad.assertions import explain
 from ortgrad.errors import ModelError
 from ortgrad.models import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.prepare import Kernels, prepare_loaded
@@ -175,7 +176,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         run = monitor.start_async()
 
         def checked(results: Sequence[Any], data: Any, message: str) -> None:
-            error = monitor.finish_async(run)
+            error = monitor.finish_async(run) or explain(message)
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
