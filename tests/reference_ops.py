@@ -138,6 +138,13 @@ class SimplifiedLayerNormalization(OpRun):
         return (x / np.sqrt((x**2).mean(axes, keepdims=True) + np.float64(epsilon)) * scale,)
 
 
+class Erf(OpRun):
+    """onnx's rounds its result to float32."""
+
+    def _run(self, x: np.ndarray) -> Any:
+        return (_erf(x),)
+
+
 class Softsign(OpRun):
     """onnx's returns a NumPy scalar for a tensor without dimensions, and fails on it."""
 
@@ -444,6 +451,7 @@ OPERATORS: list[type[OpRun]] = [
     LRN,
     Pad,
     GridSample,
+    Erf,
     Softsign,
     GlobalLpPool,
     GlobalMaxPool,
