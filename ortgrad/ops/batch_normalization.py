@@ -102,12 +102,13 @@ def _(
     centred = op.Sub(x, _on_channels(op, mean, rank))
     total = _channel_sum(op, dy, rank)
     weighted = op.Mul(_channel_sum(op, op.Mul(dy, centred), rank), inv)
-    # dX = scale * inv * (dY - total / n - centred * slope): the products of channels are cheap.
+    # dX = factor * (dY - shift - centred * slope): the products of channels are cheap.
     factor = op.Mul(cast_like(op, scale, x), inv)
-    per_value = op.Div(factor, cast_like(op, count_along(op, x, _other_axes(rank)), x))
-    slope, shift = op.Mul(op.Mul(weighted, inv), per_value), op.Mul(total, per_value)
+    count = cast_like(op, count_along(op, x, _other_axes(rank)), x)
+    slope, shift = op.Div(op.Mul(weighted, inv), count), op.Div(total, count)
     pull = op.Add(op.Mul(centred, _on_channels(op, slope, rank)), _on_channels(op, shift, rank))
-    dx = op.Sub(op.Mul(dy, _on_channels(op, factor, rank)), pull)
+    # The factor comes last, so that an infinite one is not subtracted from itself.
+    dx = op.Mul(op.Sub(dy, pull), _on_channels(op, factor, rank))
     return [dx, cast_like(op, weighted, scale), cast_like(op, total, scale)]
 
 

@@ -98,10 +98,33 @@ def conv_grad(
     # Columns of X are copied for dW and added up again for dX; those of dY are copied once and serve both, so
     # that they may be this many times as large.
     worth = 1.75 if wanted[0] and wanted[1] else 1.5 if wanted[0] else 0.9
-    through = _through_columns_of_dy if len(w) <= worth * x.shape[1] else _through_columns_of_x
-    if wanted[0] or wanted[1]:
-        through(dy, x, w, win, group, dx, dw)
+    if not (wanted[0] or wanted[1]):
+        return None, None, db
+    # Zeros around dY would meet all of X and W, but those around X meet only dY, as in PyTorch and the body.
+    # That matters if X or W is not finite; what is not finite in X is in dW, too.
+    few = len(w) <= worth * x.shape[1]
+    if few and not _has_windows_of_padding(win) and (dx is None or _is_finite(w)):
+        _through_columns_of_dy(dy, x, w, win, group, dx, dw)
+        if dw is None or _is_finite(dw):
+            return dx, dw, db
+    _through_columns_of_x(dy, x, w, win, group, dx, dw)
     return dx, dw, db
+
+
+def _is_finite(w: np.ndarray) -> bool:
+    """Whether all elements are finite; it may deny that of some larger than 1e18."""
+    flat = w.reshape(-1)
+    return math.isfinite(flat @ flat)
+
+
+def _has_windows_of_padding(win: Windows) -> bool:
+    """Whether there may be windows that hold nothing of X."""
+    return any(
+        max(head, tail) > (kernel - 1) * dilation or dilation > size
+        for size, kernel, dilation, head, tail in zip(
+            win.sizes, win.kernel, win.dilations, win.heads, win.tails, strict=True
+        )
+    )
 
 
 def _sum_over_positions(dy: np.ndarray) -> np.ndarray:

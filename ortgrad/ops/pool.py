@@ -415,19 +415,45 @@ def _(
         room = op.Sub(op.Add(size, tails[i] + gaps[i] - 1), starts)
         return op.Div(shares, op.CastLike(op.Min(op.Div(room, gaps[i]), kernel[i]), dy))
 
+    matrices = [weights(i) for i in range(rank)]
+    # A product spreads what is not finite over an axis, and that goes to its own window only, as in PyTorch.
+    # Where would look at all of dY; the sum is enough to tell.
+    total = op.ReduceSum(op.ReduceSum(dy, list(range(2, rank + 2)), keepdims=0), None, keepdims=0)
+    return op.If(
+        op.IsNaN(op.Sub(total, total)),
+        then_branch=op.subgraph("special", [], lambda op: [_spread_apart(op, dy, x_shape, matrices)]),
+        else_branch=op.subgraph("finite", [], lambda op: [_spread(op, dy, x_shape, matrices)]),
+    )
+
+
+def _spread(op: Ops, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
+    """dY times a matrix [outputs, sizes] along each spatial axis."""
     # One product per axis: the matrices are small beside dY, and onnxruntime has nothing faster up to some
-    # 200 elements an axis, nor anything else for float64. An infinity in dY makes NaNs of its channel.
-    dx = op.MatMul(dy, weights(rank - 1))
+    # 200 elements an axis, nor anything else for float64.
+    rank, y_shape = len(matrices), op.Shape(dy)
+    dx = op.MatMul(dy, matrices[-1])
     for i in range(rank - 2, -1, -1):
         # What lies before the axis and behind it as one dimension each.
         before = op.ReduceProd(op.Slice(y_shape, [0], [i + 2]), keepdims=1)
         behind = op.ReduceProd(op.Slice(x_shape, [i + 3], [_END]), keepdims=1)
         folded = op.Concat(before, op.Slice(y_shape, [i + 2], [i + 3]), behind, axis=0)
         dx = op.Reshape(dx, folded, allowzero=1)
-        matrix = op.Unsqueeze(op.Transpose(weights(i), perm=[1, 0]), [0])
+        matrix = op.Unsqueeze(op.Transpose(matrices[i], perm=[1, 0]), [0])
         # onnxruntime does not broadcast 1 to 0, so for an empty batch there is no matrix either.
         dx = op.MatMul(op.Slice(matrix, [0], op.Min(before, 1)), dx)
     return op.Reshape(dx, x_shape, allowzero=1) if rank > 1 else dx
+
+
+def _spread_apart(op: Ops, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
+    """The same, where a value that is not finite goes to the places with a weight only."""
+    zero, one, most = (op.number(value, dy) for value in (0.0, 1.0, math.inf))
+    kinds = {math.nan: op.IsNaN(dy), math.inf: op.Equal(dy, most), -math.inf: op.Equal(dy, op.Neg(most))}
+    special = op.IsNaN(op.Sub(dy, dy))
+    dx = _spread(op, op.Where(special, zero, dy), x_shape, matrices)
+    for value, places in kinds.items():
+        reached = op.Greater(_spread(op, op.Where(places, one, zero), x_shape, matrices), zero)
+        dx = op.Add(dx, op.Where(reached, op.number(value, dy), zero))
+    return dx
 
 
 def _same_windows(node: Node) -> dict[str, Any]:
