@@ -65,7 +65,9 @@ class Ops(ir.tape.Tape):
     def _record(
         self, op_type: str, *operands: Any, _outputs: int = 1, _domain: str = "", **attributes: Any
     ) -> Any:
-        like = next((o for o in operands if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
+        # In a body whose types nobody knows, a condition is not seen to be one.
+        typed = operands[1:] if op_type == "Where" else operands
+        like = next((o for o in typed if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
         inputs = [self._operand(o, like) for o in operands]
         if op_type == "CastLike" and inputs[1] is not None and inputs[1].dtype is not None:
             # onnxruntime has no kernel for it, and warns where it would fold constants.

@@ -129,3 +129,11 @@ def test_branches_with_weights_of_the_same_name() -> None:
     feeds = {"x": np.ones(2, np.float32), "y_grad": np.ones(2, np.float32)}
     for condition, grad in ((True, [1, 2]), (False, [3, 4])):
         np.testing.assert_array_equal(session.run(["x_grad"], feeds | {"c": np.array(condition)})[0], grad)
+
+
+# Found by the command, further on than the seeds above.
+@pytest.mark.parametrize("seed", [20730])
+def test_seeds_that_failed_once(seed: int) -> None:
+    """20730: in a Scan, a 0 beside a condition took the condition's type."""
+    outcome = check(generate(seed), seed)
+    assert outcome.kind == RIGHT, outcome
