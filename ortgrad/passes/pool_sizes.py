@@ -46,10 +46,11 @@ def _round_down(node: onnx.NodeProto) -> None:
         return  # for onnx to refuse
     # Windows begin in the input or its head padding, and up to a stride behind the last one that fits: the
     # tail padding is what the last of them needs.
-    tails = [
-        min(tail + stride - 1, (k - 1) * dilation)
-        for tail, stride, k, dilation in zip(pads[rank:], strides, kernel, dilations, strict=True)
-    ]
+    needed = [(k - 1) * dilation for k, dilation in zip(kernel, dilations, strict=True)]
+    tails = [tail + stride - 1 for tail, stride in zip(pads[rank:], strides, strict=True)]
+    if all(tail <= need for tail, need in zip(tails, needed, strict=True)):
+        return  # onnx infers it right, for an input that is too small as well
+    tails = [min(*pair) for pair in zip(tails, needed, strict=True)]
     _replace(node, ceil_mode=0, auto_pad="NOTSET", pads=[*pads[:rank], *tails])
 
 
