@@ -25,6 +25,7 @@ from ortgrad.passes.inference import infer_types
 from ortgrad.passes.inline import inline
 from ortgrad.passes.opset import at_minimum_opset
 from ortgrad.passes.pads import pad_all_axes
+from ortgrad.passes.pool_sizes import state_sizes
 from ortgrad.passes.protos import read, write
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
 from ortgrad.resolve import decides_shapes, find_outputs, find_targets, values_by_name
@@ -136,6 +137,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
             node.resize_inputs(2)
     RemoveUnusedOpsetsPass()(model)
     complete(model, built=True)
+    state_sizes(model)
     attach(model)
     planned.declared.restore_borders()
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))

@@ -242,7 +242,11 @@ def _einsum_grad(
     target = "".join(k for k in kept if k in result or any(k in other for other in others))
     dx = node.grad(0)
     if factors or sorted(target) != sorted(result):
-        dx = op.Einsum(dx, *factors, equation=f"{','.join([result, *others])}->{target}")
+        equation = f"{','.join([result, *others])}->{target}"
+        if all(_is_positive(occurrences[k]) for k in "".join([result, *others])):
+            dx = op.Einsum(dx, *factors, equation=equation)
+        else:
+            dx = _einsum_or_zeros(op, [dx, *factors], equation, x, [term.index(k) for k in target])
     elif target != result:
         dx = op.Transpose(dx, perm=[result.index(k) for k in target])
     # Axes of length 1 for what is stretched, repeated, or in no other term.
@@ -262,6 +266,34 @@ def _einsum_grad(
 
     # Some length may turn out to be 1, and the operand stretched, at run time.
     return unbroadcast(op, dx, x, ir.Value(name="unknown"))
+
+
+def _einsum_or_zeros(
+    op: Ops, operands: Sequence[ir.Value], equation: str, x: ir.Value, axes: Sequence[int]
+) -> ir.Value:
+    """The Einsum, or zeros with the lengths of some axes of x if an operand is empty.
+
+    For some of those onnxruntime's Einsum ends the process with a division by 0.
+    """
+    count = op.Size(operands[0])
+    for operand in operands[1:]:
+        count = op.Mul(count, op.Size(operand))
+    total: ir.Value = op.If(
+        op.Equal(count, 0),
+        then_branch=op.subgraph(
+            "empty",
+            [],
+            lambda op: [op.Expand(op.number(0.0, operands[0]), op.Gather(op.shape(x), list(axes)))],
+        ),
+        else_branch=op.subgraph("full", [], lambda op: [op.Einsum(*operands, equation=equation)]),
+    )
+    total.type = operands[0].type
+    return total
+
+
+def _is_positive(lengths: Sequence[int | ir.SymbolicDim]) -> bool:
+    """Whether an axis with these lengths in the operands, where 1 is stretched, has elements for sure."""
+    return any(isinstance(n, int) and n > 1 for n in lengths) or all(n == 1 for n in lengths)
 
 
 def _same(lengths: Sequence[int | ir.SymbolicDim]) -> bool:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ortgrad.backward import subgraphs
 from ortgrad.errors import ModelError
 from ortgrad.passes.long_vectors import hide_lengths, restore_lengths
+from ortgrad.passes.pool_sizes import round_sizes_down
 from ortgrad.schemas import schemas_known
 
 # Larger initializers say nothing about shapes, and onnx copies what it is given.
@@ -22,6 +23,7 @@ def infer_types(model: ir.Model) -> None:
     with _without_weights(model), schemas_known():
         proto = to_proto(model)
         lengths = hide_lengths(proto)
+        round_sizes_down(proto.graph)
         try:
             inferred = onnx.shape_inference.infer_shapes(
                 proto, check_type=False, strict_mode=False, data_prop=True
