@@ -99,6 +99,32 @@ def test_a_session_of_ours_takes_models_without_the_import(name: str) -> None:
     assert forward.SerializeToString(deterministic=True) == before
 
 
+# Sizes of -1
+
+
+def test_a_size_of_minus_one_is_not_known() -> None:
+    """Older exporters write -1 as a number; onnxruntime takes it for any size."""
+    text = """<ir_version: 7, opset_import: ["" : 11]> g (float[A, 3, B, C] x) => (float[A, 3, 1, 1] y)
+        { p = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) y = GlobalAveragePool(p) }"""
+    model = parser.parse_model(text)
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = -1
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    assert "dim_value: -1" not in str(built.graph)
+    x = np.random.default_rng(0).standard_normal((2, 3, 8, 6), dtype=np.float32)
+    seed = np.ones((2, 3, 1, 1), np.float32)
+    # Each of the windows' maxima gets an equal share.
+    windows = x.reshape(2, 3, 4, 2, 3, 2)
+    largest = windows == windows.max((3, 5), keepdims=True)
+    expected = largest.reshape(x.shape) / np.float32(12)
+    for way in WAYS:
+        np.testing.assert_allclose(
+            run(built, way, LEVELS[-1], {"x": x, "y_grad": seed})[-1], expected, rtol=1e-5
+        )
+
+
 # Imports that are missing, or written in another way
 
 

@@ -26,8 +26,18 @@ def read(source: onnx.ModelProto) -> ir.Model:
         for value in [value for value in model.graph.inputs if value.is_initializer()]:
             model.graph.inputs.remove(value)
     model.ir_version = max(model.ir_version, IR_VERSION)
+    _open_negative_sizes(model)
     _own_names(model)
     return model
+
+
+def _open_negative_sizes(model: ir.Model) -> None:
+    """Exporters write -1 for a size that is not known: onnxruntime reads it so, onnx computes with it."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+                dims = [None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape]
+                value.shape = ir.Shape(dims)
 
 
 def _own_names(model: ir.Model) -> None:
