@@ -243,9 +243,11 @@ def test_the_forward_node_runs_once(op_type: str) -> None:
     case = Case("once", op_type, absent=("C0", "P"))
     feeds = case.feeds(np.float32)
     built = ortgrad.build_gradient_model(make_model(case, feeds, ["", "Y_h"]), wrt=["X", "W"], of="Y_h")
-    assert [node.op_type for node in built.graph.node] == [f"{op_type}Training", f"{op_type}Grad"]
+    # Nodes named after the seed compare it with its output.
+    nodes = [node for node in built.graph.node if not node.name.startswith("Y_h_grad/")]
+    assert [node.op_type for node in nodes] == [f"{op_type}Training", f"{op_type}Grad"]
     assert [output.name for output in built.graph.output] == ["Y_h", "X_grad", "W_grad"]
-    last = next(a.s for a in built.graph.node[1].attribute if a.name == "ortgrad")
+    last = next(a.s for a in nodes[1].attribute if a.name == "ortgrad")
     # Nobody asked for the others.
     assert b'"outputs":[1,1,0,0,0' in last
 

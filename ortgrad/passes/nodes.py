@@ -38,9 +38,20 @@ def put_in_place(node: ir.Node, made: Sequence[ir.Node], op: Ops, results: Seque
         for old, new in zip(node.outputs, results, strict=False)
         if new is not None and old.name
     ]
+    needed = {new for _, new in pairs}
+    nodes = [recorded for recorded in reversed(op.nodes) if not _drop_unread(recorded, needed)][::-1]
     ir.convenience.replace_nodes_and_values(
-        graph, node, [node], [*made, *op.nodes], [old for old, _ in pairs], [new for _, new in pairs]
+        graph, node, [node], [*made, *nodes], [old for old, _ in pairs], [new for _, new in pairs]
     )
+
+
+def _drop_unread(node: ir.Node, needed: set[ir.Value]) -> bool:
+    """Take a node that nobody reads off its inputs; False if somebody does."""
+    if any(value in needed or value.uses() for value in node.outputs):
+        return False
+    for i in range(len(node.inputs)):
+        node.replace_input_with(i, None)
+    return True
 
 
 def dimensions(value: ir.Value) -> Shape | None:
