@@ -40,7 +40,7 @@ from ortgrad.models import ModelLike, load_model, one_line
 from ortgrad.prepare import Kernels
 from ortgrad.randomness import describe, training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.registry import find_operator
-from ortgrad.schemas import schemas_known
+from ortgrad.schemas import with_schemas
 from ortgrad.session import InferenceSession
 
 # How far a gradient of this element type may be from the differences, relative to its size, without
@@ -689,8 +689,7 @@ class _PathNode:
 
 def _nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> list[_PathNode]:
     """The nodes of the main graph through which a gradient flows."""
-    with schemas_known():
-        inferred = onnx.shape_inference.infer_shapes(proto)
+    inferred = with_schemas(onnx.shape_inference.infer_shapes, proto)
     typed = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
     other = {v.name for v in typed if v.type.tensor_type.elem_type not in FLOATS}
     active, needed = set(targets), set(outputs)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortgrad.schemas import schemas_known
+from ortgrad.schemas import with_schemas
 
 LOW = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # Operators that name the element type of their output, and those that are float without saying so.
@@ -27,10 +27,9 @@ def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose floating-point tensors are double, with casts where an operator takes no double."""
     # Functions have no types, and attributes that refer to those of their callers.
     double = _without_functions(model)
-    with schemas_known():
-        inferred = onnx.shape_inference.infer_shapes(double)
-        opsets = {o.domain: o.version for o in model.opset_import}
-        _convert_graph(double.graph, _low_values(inferred.graph), opsets)
+    inferred = with_schemas(onnx.shape_inference.infer_shapes, double)
+    opsets = {o.domain: o.version for o in model.opset_import}
+    with_schemas(_convert_graph, double.graph, _low_values(inferred.graph), opsets)
     return double
 
 
@@ -39,11 +38,11 @@ def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
         return copy
-    import onnx_ir as ir  # takes a while
-
+    # They import onnx-ir, which takes a while.
+    from ortgrad.passes.inference import from_proto, to_proto
     from ortgrad.passes.inline import inline
 
-    return ir.to_proto(inline(ir.from_proto(model), lambda _: True))
+    return to_proto(inline(from_proto(model), lambda _: True))
 
 
 def _low_values(graph: onnx.GraphProto) -> set[str]:

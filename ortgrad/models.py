@@ -102,14 +102,13 @@ def judging(model: onnx.ModelProto) -> Iterator[None]:
 
 def _complaint(model: onnx.ModelProto) -> str | None:
     """What onnx or onnxruntime has against the model; None if nothing, or if it is too large to be asked."""
-    from ortgrad.schemas import schemas_known
+    from ortgrad.schemas import with_schemas
 
     if model.ByteSize() >= LARGEST_MESSAGE:
         return None
     try:
-        with schemas_known():
-            onnx.checker.check_model(model)
-            onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+        with_schemas(onnx.checker.check_model, model)
+        with_schemas(onnx.shape_inference.infer_shapes, model, check_type=True, strict_mode=True)
     except ONNX_ERRORS as error:
         return one_line(error)
     import onnxruntime

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -28,6 +28,9 @@ from ortgrad.registry import (
     Slot,
     all_operators,
 )
+from ortgrad.workers import call_elsewhere
+
+Result = TypeVar("Result")
 
 _ELEMENT_TYPES = {
     "float32": "tensor(float)",
@@ -83,6 +86,20 @@ def schemas_known() -> Iterator[None]:
                 while _registered:
                     operator = _registered.pop()
                     onnx.defs.deregister_schema(operator.name, 1, operator.domain)
+
+
+def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function of onnx's while it knows our schemas.
+
+    It calls `_infer` back. If Ctrl-C arrived there, the conversions of onnx's Python binding would make a
+    TypeError of it, so this happens on another thread.
+    """
+
+    def call() -> Result:
+        with schemas_known():
+            return function(*args, **kwargs)
+
+    return call_elsewhere(call)
 
 
 @functools.cache

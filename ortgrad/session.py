@@ -18,7 +18,8 @@ from ortgrad.errors import ModelError
 from ortgrad.models import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.prepare import Kernels, prepare_loaded
 from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, find_operator
-from ortgrad.runs import Monitor, call_elsewhere
+from ortgrad.runs import Monitor
+from ortgrad.workers import call_elsewhere
 
 _REGISTERED = "ortgrad.registered"
 _NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # levels of logging

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime
 
 import ortgrad
-from ortgrad import native, runs
+from ortgrad import native, workers
 
 WAY, FIRST, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
@@ -71,7 +71,7 @@ def trace(function: Any) -> None:
     sys.settrace(function)
     # Threads that live already keep their own trace function. The last to work may not be idle yet.
     time.sleep(0.01)
-    runs._idle.clear()
+    workers._idle.clear()
 
 
 def attempt(session: Any, feeds: Any) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ import pytest
 from onnx import parser
 
 import ortgrad
+import ortgrad.schemas
 from ortgrad.schemas import schemas_known
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -46,6 +48,7 @@ import onnx
 schemas = lambda: {(s.domain, s.name, s.since_version) for s in onnx.defs.get_all_schemas_with_history()}
 before = schemas()
 import ortgrad
+import ortgrad.schemas
 assert schemas() == before
 built = ortgrad.build_gradient_model(sys.argv[1])
 assert schemas() == before
@@ -132,3 +135,21 @@ def test_a_schema_that_somebody_registers_later_stays_theirs() -> None:
 @pytest.mark.parametrize("order", ["import ortgrad, skl2onnx", "import skl2onnx, ortgrad"])
 def test_beside_skl2onnx(order: str) -> None:
     in_another_process(f"{order}\nfrom skl2onnx.algebra.onnx_ops import OnnxRelu")
+
+
+def test_onnx_calls_back_where_no_signal_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnx's binding makes a TypeError of a KeyboardInterrupt that is raised while it converts a value."""
+    places: set[bool] = set()
+    infer = ortgrad.schemas._call_of
+
+    def spy(*args: Any) -> Any:
+        places.add(threading.current_thread() is threading.main_thread())
+        return infer(*args)
+
+    monkeypatch.setattr(ortgrad.schemas, "_call_of", spy)
+    model = parser.parse_model(MODEL)
+    built = ortgrad.build_gradient_model(model, wrt=["x", "w"])
+    ortgrad.InferenceSession(built)
+    ortgrad.prepare(built)
+    ortgrad.check_gradients(model, wrt=["x", "w"])
+    assert places == {False}

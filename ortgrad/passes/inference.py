@@ -12,7 +12,7 @@ from ortgrad.backward import subgraphs
 from ortgrad.errors import ModelError
 from ortgrad.passes.long_vectors import hide_lengths, restore_lengths
 from ortgrad.passes.pool_sizes import round_sizes_down
-from ortgrad.schemas import schemas_known
+from ortgrad.schemas import with_schemas
 
 # Larger initializers say nothing about shapes, and onnx copies what it is given.
 _LARGEST_CONSTANT = 1000
@@ -20,13 +20,17 @@ _LARGEST_CONSTANT = 1000
 
 def infer_types(model: ir.Model) -> None:
     """Write what can be inferred into the values of the model and its subgraphs."""
-    with _without_weights(model), schemas_known():
+    with _without_weights(model):
         proto = to_proto(model)
         lengths = hide_lengths(proto)
         round_sizes_down(proto.graph)
         try:
-            inferred = onnx.shape_inference.infer_shapes(
-                proto, check_type=False, strict_mode=False, data_prop=True
+            inferred = with_schemas(
+                onnx.shape_inference.infer_shapes,
+                proto,
+                check_type=False,
+                strict_mode=False,
+                data_prop=True,
             )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             raise ModelError(f"onnx cannot infer the types of the model: {error}") from error

@@ -12,7 +12,7 @@ from onnx_ir.passes.common import InlinePass
 from ortgrad.errors import ModelError
 from ortgrad.passes.inference import from_proto, to_proto
 from ortgrad.passes.schema_functions import unchanged
-from ortgrad.schemas import schemas_known
+from ortgrad.schemas import with_schemas
 
 
 def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model:
@@ -38,6 +38,8 @@ def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model
 
 def _converted(model: ir.Model) -> ir.Model:
     """All functions inlined by onnx, which converts them to the model's opset on the way."""
-    with schemas_known():
-        typed = onnx.shape_inference.infer_shapes(to_proto(model))
-        return from_proto(onnx.inliner.inline_local_functions(typed, convert_version=True))
+    typed = with_schemas(onnx.shape_inference.infer_shapes, to_proto(model))
+    inlined = with_schemas(onnx.inliner.inline_local_functions, typed, convert_version=True)
+    # For the inference that knows how large pools are.
+    del inlined.graph.value_info[:]
+    return from_proto(inlined)

@@ -11,7 +11,7 @@ from ortgrad.bodies import MINIMUM_OPSET
 from ortgrad.errors import ModelError
 from ortgrad.passes.inference import from_proto, infer_types, to_proto
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
-from ortgrad.schemas import schemas_known
+from ortgrad.schemas import with_schemas
 
 _HIDDEN = "ortgrad.unknown"
 
@@ -29,8 +29,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     hidden = _hide_unknown(model, version)
     try:
         scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
-        with schemas_known():
-            converted = version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
+        converted = with_schemas(version_converter.convert_version, to_proto(model), MINIMUM_OPSET)
     except (RuntimeError, version_converter.ConvertError) as error:
         raise ModelError(
             f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "

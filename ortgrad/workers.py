@@ -1,0 +1,111 @@
+"""Calls on another thread, while this one waits.
+
+Python handles signals on the main thread, between two bytecodes. A call into a library that calls Python back
+should not be interrupted there: the library may take the handler's exception for something else, or lose it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class _Job:
+    """A call for another thread."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._context = copy_context()
+        self._function = function
+        self._claim = threading.Lock()
+        self._end = threading.Lock()
+        self._end.acquire()
+        self.finished = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def claim(self) -> bool:
+        """True for the first who asks: the thread that runs it, or the caller who gives it up before."""
+        return self._claim.acquire(blocking=False)
+
+    def run(self) -> None:
+        if self.claim():
+            try:
+                self.result = self._context.run(self._function)
+            except BaseException as error:
+                self.error = error
+        # Before the lock: a waiting thread may be interrupted between the lock and what comes next.
+        self.finished = True
+        self._end.release()
+
+    def wait(self) -> None:
+        if not self.finished:
+            self._end.acquire()
+
+
+class _Worker:
+    """A thread that runs one job after the other."""
+
+    def __init__(self) -> None:
+        self._job: _Job | None = None
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        threading.Thread(target=self._work, name="ortgrad", daemon=True).start()
+
+    def start(self, job: _Job) -> None:
+        self._job = job
+        self._wake.release()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.acquire()
+            job, self._job = self._job, None
+            if job is not None:
+                job.run()
+            del job
+            _idle.append(self)
+
+
+_idle: list[_Worker] = []
+
+
+def call_elsewhere(function: Callable[[], Result], stop: Callable[[], Any] = nullcontext) -> Result:
+    """Call a function on another thread and wait for its end.
+
+    If a signal handler raises meanwhile, the end is awaited in the context `stop()`, and then the handler's
+    exception is raised.
+    """
+    job = _Job(function)
+    interruption: BaseException | None = None
+    try:
+        try:
+            worker = _idle.pop()
+        except IndexError:
+            worker = _Worker()
+        worker.start(job)
+        job.wait()
+    except BaseException as error:
+        interruption = error
+    if interruption is not None:
+        if not job.claim():
+            with stop():
+                while not job.finished:
+                    try:
+                        job.wait()
+                    except BaseException:  # what it works on must outlive it
+                        continue
+        raise interruption
+    failure, job.error = job.error, None
+    if failure is not None:
+        raise failure
+    return job.result
+
+
+if hasattr(os, "register_at_fork"):
+    # A child process has only the thread that forked.
+    os.register_at_fork(after_in_child=_idle.clear)
