@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from cases import CASES, Case
 
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = HERE.parent / ".benchmarks"

@@ -37,9 +37,9 @@ def stock_peer():
     from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
     import ortgrad
-    from ortgrad.call import parse_call
-    from ortgrad.evaluate import declared_shapes, evaluate
-    from ortgrad.registry import CALL_ATTRIBUTE, all_operators
+    from ortgrad.operators.call import parse_call
+    from ortgrad.operators.declaration import CALL_ATTRIBUTE, all_operators
+    from ortgrad.runtime.evaluate import declared_shapes, evaluate
 
     types = {"float32": PyCustomOpDef.dt_float, "float64": PyCustomOpDef.dt_double}
     types |= {"int32": PyCustomOpDef.dt_int32, "int64": PyCustomOpDef.dt_int64, "bool": PyCustomOpDef.dt_bool}

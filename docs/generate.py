@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortgrad.gradient import all_rules
-from ortgrad.passes.training_ops import training_operators
-from ortgrad.registry import Attribute, Operator, all_operators
+from ortgrad.autodiff.rules import all_rules
+from ortgrad.dialects.training import training_operators
+from ortgrad.operators.declaration import Attribute, Operator, all_operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import onnx
 from numpy.typing import DTypeLike
 
-from ortgrad.prepare import Kernels
+from ortgrad.pipelines.prepare import Kernels
 
 def make_model(
     nodes: onnx.NodeProto | Sequence[onnx.NodeProto],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 import ortgrad
-from ortgrad.demo import Digits, accuracy, digits, trained_classifier, with_loss
+from ortgrad.cli.demo import Digits, accuracy, digits, trained_classifier, with_loss
 
 EPSILON = 0.1
 

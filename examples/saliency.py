@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 
 import ortgrad
-from ortgrad.demo import digits, trained_classifier
+from ortgrad.cli.demo import digits, trained_classifier
 
 STEPS = 32
 SCALE = 12  # picture elements per pixel of a digit

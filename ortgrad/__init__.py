@@ -2,8 +2,8 @@
 
 from ortgrad import nodes
 from ortgrad import ops as _ops  # noqa: F401  (importing it declares the operators)
-from ortgrad.check import GradientCheck, check_gradients
-from ortgrad.differentiate import build_gradient_model
+from ortgrad.autodiff.rules import gradient
+from ortgrad.check.gradients import GradientCheck, check_gradients
 from ortgrad.errors import (
     KernelError,
     ModelError,
@@ -13,10 +13,10 @@ from ortgrad.errors import (
     UnsupportedGradientError,
     WrongGradientError,
 )
-from ortgrad.gradient import gradient
-from ortgrad.prepare import prepare
-from ortgrad.registry import operator
-from ortgrad.session import InferenceSession, get_library_path, register
+from ortgrad.operators.declaration import operator
+from ortgrad.pipelines.build import build_gradient_model
+from ortgrad.pipelines.prepare import prepare
+from ortgrad.runtime.session import InferenceSession, get_library_path, register
 
 __version__ = "0.1.0"
 

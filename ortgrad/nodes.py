@@ -15,10 +15,10 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortgrad.call import EMPTY_PREFIX, Call
 from ortgrad.errors import NodeError
-from ortgrad.prepare import Kernels, prepare_loaded
-from ortgrad.registry import CALL_ATTRIBUTE, Operator, all_operators, find_operator
+from ortgrad.operators.call import EMPTY_PREFIX, Call
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, all_operators, find_operator
+from ortgrad.pipelines.prepare import Kernels, prepare_loaded
 
 _DEFAULT_OPSET = 21
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import onnx
 from numpy.typing import DTypeLike
 
-from ortgrad.prepare import Kernels
+from ortgrad.pipelines.prepare import Kernels
 
 def make_model(
     nodes: onnx.NodeProto | Sequence[onnx.NodeProto],

@@ -322,7 +322,7 @@ DAMAGE: dict[str, Callable[[bytes, random.Random], bytes]] = {
 def steps(path: Path, check: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Everything that reads the file, by name. Later ones take what earlier ones made."""
     import ortgrad
-    from ortgrad.explain import explain
+    from ortgrad.pipelines.explain import explain
 
     made: dict[str, Any] = {}
 

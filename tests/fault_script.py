@@ -18,7 +18,8 @@ import numpy as np
 import onnxruntime
 
 import ortgrad
-from ortgrad import native, workers
+from ortgrad import threads as workers
+from ortgrad.runtime import native
 
 WAY, FIRST, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}

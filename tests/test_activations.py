@@ -15,7 +15,7 @@ from support import KERNELS, assert_close, directional_derivative, run_node, sym
 
 import ortgrad
 from ortgrad.errors import KernelError, NodeError
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 F = torch.nn.functional
 TOLERANCE = {"float32": 2e-6, "float64": 2e-14}

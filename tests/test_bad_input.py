@@ -11,7 +11,7 @@ from support import GoldenCase, assert_close, golden_cases, symbolic_shapes
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 CASES = {case.name: case for case in golden_cases() if find_operator(case.op_type)}
 

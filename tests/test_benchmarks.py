@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ortgrad.registry import all_operators
+from ortgrad.operators.declaration import all_operators
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FAMILIES = ("activations", "softmax", "dropout", "conv", "pool", "gru", "loss")

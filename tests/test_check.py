@@ -13,12 +13,12 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import ortgrad
-from ortgrad import check
-from ortgrad.check import _differentiable
-from ortgrad.differences import derivative
-from ortgrad.double import in_double
-from ortgrad.gradient import Node, Rule, Slots, _rules
-from ortgrad.randomness import with_fixed_draws, with_marked_draws
+from ortgrad.autodiff.rules import Node, Rule, Slots, _rules
+from ortgrad.check import gradients as check
+from ortgrad.check.differences import derivative
+from ortgrad.check.double import in_double
+from ortgrad.check.gradients import _differentiable
+from ortgrad.check.randomness import with_fixed_draws, with_marked_draws
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 agraph (float[N,3] x, int64 k) => (float[N,3] y, int64 n, float[N,3] z)

@@ -15,9 +15,10 @@ import pytest
 from onnx import numpy_helper
 
 import ortgrad
-from ortgrad import check, cli, demo
-from ortgrad.cli import main
-from ortgrad.progress import Progress
+from ortgrad.check import gradients as check
+from ortgrad.cli import demo, main
+from ortgrad.cli import main as cli
+from ortgrad.cli.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 CNN = str(ROOT / "models" / "cnn.onnx")
@@ -461,7 +462,7 @@ def test_what_is_installed_has_the_model_and_a_light_start(tmp_path: Path) -> No
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('onnx_ir', 'sympy', 'sklearn', 'ortgrad.demo') if m in sys.modules])\n"
-        "from ortgrad.demo import classifier; print(classifier().graph.name)\n"
+        "from ortgrad.cli.demo import classifier; print(classifier().graph.name)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -325,8 +325,8 @@ def test_bad_input(case: str) -> None:
     good = {"dY": [1, 2, 3, 3], "X": [1, 2, 5, 5], "W": [2, 2, 3, 3]}
     arrays = [np.ones(shape, np.float32) for shape in shapes.values()]
     with pytest.raises(ValueError, match=text):
-        ortgrad.ops.conv.conv_grad(*arrays, **attributes)
-    assert ortgrad.ops.conv.conv_grad(*(np.ones(s, np.float32) for s in good.values()))[0].shape == (
+        ortgrad.ops.conv.conv.conv_grad(*arrays, **attributes)
+    assert ortgrad.ops.conv.conv.conv_grad(*(np.ones(s, np.float32) for s in good.values()))[0].shape == (
         1,
         2,
         5,

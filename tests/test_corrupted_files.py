@@ -14,10 +14,10 @@ from corruption import TEXTS, Worker, corrupted, is_allowed
 from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
 
 import ortgrad
-from ortgrad.backward import unbroadcast
-from ortgrad.bodies import Ops
-from ortgrad.explain import explain
-from ortgrad.models import judging
+from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph.loading import judging
+from ortgrad.graph.recorder import Ops
+from ortgrad.pipelines.explain import explain
 
 # `python tests/corruption.py --count 1000` tries more.
 FILES = range(120)

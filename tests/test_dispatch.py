@@ -15,7 +15,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from onnxruntime_extensions import PyCustomOpDef, _ocos, onnx_op
 
 import ortgrad
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 
 @onnx_op(op_type="test.foreign::Twice", inputs=[PyCustomOpDef.dt_float], outputs=[PyCustomOpDef.dt_float])

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import ortgrad
-from ortgrad.gradient import _rules
-from ortgrad.names import Names
+from ortgrad.autodiff.rules import _rules
+from ortgrad.graph.names import Names
 from ortgrad.passes.schema_functions import open_schema_function
 
 F = TensorProto.FLOAT

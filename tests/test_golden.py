@@ -10,7 +10,7 @@ from onnx import helper
 from support import KERNELS, GoldenCase, assert_close, golden_cases
 
 import ortgrad
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 ELEMENTWISE = 2e-6
 OTHERS = 1e-5

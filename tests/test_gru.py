@@ -18,7 +18,7 @@ from support import KERNELS, assert_close, directional_derivative, run_node, sym
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.ops.gru import gru_training
+from ortgrad.ops.recurrent.gru import gru_training
 
 INPUTS = ("X", "W", "R", "B", "H0")
 TOLERANCE = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12, np.dtype(np.float16): 1e-2}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ortgrad import kernels
+from ortgrad.ops import _kernels as kernels
 
 
 @pytest.fixture(params=[1, 2, 4])

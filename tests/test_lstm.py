@@ -26,7 +26,7 @@ from support import KERNELS, assert_close, directional_derivative, run_node, sym
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.ops.lstm import lstm_training
+from ortgrad.ops.recurrent.lstm import lstm_training
 
 TOLERANCE = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12}
 SAVED = ("HAll", "CAll", "iofc")

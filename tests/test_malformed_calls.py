@@ -24,9 +24,8 @@ import pytest
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.assertions import explain
-from ortgrad.bodies import REQUIRES
-from ortgrad.registry import Slot, all_operators, find_operator
+from ortgrad.operators.assertions import REQUIRES, explain
+from ortgrad.operators.declaration import Slot, all_operators, find_operator
 
 Arrays = dict[str, np.ndarray]
 WAYS = ("python", "onnx", "auto")

@@ -22,7 +22,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 import ortgrad
-from ortgrad.gradient import all_rules
+from ortgrad.autodiff.rules import all_rules
 
 FLOATS = {
     "float16": TensorProto.FLOAT16,

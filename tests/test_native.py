@@ -14,8 +14,8 @@ import pytest
 from test_dispatch import run_script
 
 import ortgrad
-from ortgrad import native
-from ortgrad.registry import Empty, Operator, find_operator
+from ortgrad.operators.declaration import Empty, Operator, find_operator
+from ortgrad.runtime import native
 
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
 EXPECTED = [1, 0, 3]
@@ -267,7 +267,7 @@ def test_a_saved_model_has_portable_nodes(tmp_path: Path) -> None:
 def test_where_the_library_is_another_auto_does_without_it() -> None:
     script = """
         import numpy as np, ortgrad
-        from ortgrad import dispatch
+        from ortgrad.runtime import extensions as dispatch
         dispatch._native_address = lambda definition: id(definition)
         model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
         session = ortgrad.InferenceSession(model)

@@ -14,7 +14,7 @@ from test_malformed_calls import CASES, Arrays, Case, make_model, quiet
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.registry import all_operators
+from ortgrad.operators.declaration import all_operators
 
 DTYPES = ("float32", "float64")
 TOLERANCE = {"float32": 1e-4, "float64": 1e-10}

@@ -13,8 +13,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 import ortgrad
+from ortgrad.graph.serialization import read, write
 from ortgrad.passes.opset import at_minimum_opset
-from ortgrad.passes.protos import read, write
 
 OPSETS = range(7, 18)
 

@@ -21,7 +21,7 @@ from support import KERNELS, assert_close, directional_derivative, run_node
 
 import ortgrad
 from ortgrad.nodes import average_pool_grad, max_pool_grad
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 DTYPES = ("float32", "float64")
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13}

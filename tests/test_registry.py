@@ -13,9 +13,9 @@ from onnx import helper
 
 import ortgrad
 from ortgrad import ops
-from ortgrad.gradient import gradient
-from ortgrad.registry import all_operators, find_operator, operator
-from ortgrad.schemas import schemas_known
+from ortgrad.autodiff.rules import gradient
+from ortgrad.operators.declaration import all_operators, find_operator, operator
+from ortgrad.operators.schema import schemas_known
 
 ROOT = Path(__file__).resolve().parents[1]
 OPERATORS = {o.name: o for o in all_operators()}

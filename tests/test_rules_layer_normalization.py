@@ -16,7 +16,7 @@ from support import KERNELS, assert_close, run_node
 from torch.nn import functional
 
 import ortgrad
-from ortgrad.registry import find_operator
+from ortgrad.operators.declaration import find_operator
 
 MS = "com.microsoft"
 EPSILON = 1e-5

@@ -16,8 +16,8 @@ import pytest
 from onnx import parser
 
 import ortgrad
-import ortgrad.schemas
-from ortgrad.schemas import schemas_known
+import ortgrad.operators.schema
+from ortgrad.operators.schema import schemas_known
 
 MODELS = Path(__file__).parents[1] / "models"
 MODEL = """
@@ -48,7 +48,7 @@ import onnx
 schemas = lambda: {(s.domain, s.name, s.since_version) for s in onnx.defs.get_all_schemas_with_history()}
 before = schemas()
 import ortgrad
-import ortgrad.schemas
+import ortgrad.operators.schema
 assert schemas() == before
 built = ortgrad.build_gradient_model(sys.argv[1])
 assert schemas() == before
@@ -140,13 +140,13 @@ def test_beside_skl2onnx(order: str) -> None:
 def test_onnx_calls_back_where_no_signal_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     """onnx's binding makes a TypeError of a KeyboardInterrupt that is raised while it converts a value."""
     places: set[bool] = set()
-    infer = ortgrad.schemas._call_of
+    infer = ortgrad.operators.schema._call_of
 
     def spy(*args: Any) -> Any:
         places.add(threading.current_thread() is threading.main_thread())
         return infer(*args)
 
-    monkeypatch.setattr(ortgrad.schemas, "_call_of", spy)
+    monkeypatch.setattr(ortgrad.operators.schema, "_call_of", spy)
     model = parser.parse_model(MODEL)
     built = ortgrad.build_gradient_model(model, wrt=["x", "w"])
     ortgrad.InferenceSession(built)

@@ -197,7 +197,7 @@ def test_near_the_recursion_limit() -> None:
 
 def test_a_session_that_runs_itself() -> None:
     script = """
-        from ortgrad.registry import find_operator
+        from ortgrad.operators.declaration import find_operator
         model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
         session = ortgrad.InferenceSession(model, kernels="python")
         feeds = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}

@@ -14,7 +14,7 @@ from support import GOLDEN, assert_close
 from torch.nn import functional
 
 import ortgrad
-from ortgrad.passes.training_ops import _translations
+from ortgrad.dialects.training import _translations
 
 Arrays = dict[str, np.ndarray]
 

@@ -24,7 +24,7 @@ from test_onnx_node_gradients import Case as Slopes
 from test_onnx_node_gradients import Measured, measure
 
 import ortgrad
-from ortgrad.gradient import all_rules
+from ortgrad.autodiff.rules import all_rules
 
 ALL = os.environ.get("ORTGRAD_SWEEP") == "all"
 LAYOUTS = ("turned", "channels last", "squeezed", "reshaped")

@@ -12,7 +12,7 @@ import pytest
 
 import ortgrad
 from ortgrad.cli import main
-from ortgrad.explain import explain
+from ortgrad.pipelines.explain import explain
 
 
 def parse(text: str, opset: int = 21) -> onnx.ModelProto:

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _FLOAT, _DOUBLE = 1, 11  # TensorProto's numbers
 

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _INT64, _FLOAT = 7, 1
 # Keys' cubic with a = -0.75: row i holds the coefficients of f**i for the four taps.

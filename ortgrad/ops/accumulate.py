@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 
 def _shapes(

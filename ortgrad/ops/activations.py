@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.autodiff.rules import Node, Slots, gradient
 from ortgrad.errors import NodeError
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import elementwise, keep_where
-from ortgrad.registry import Empty, operator
+from ortgrad.operators.declaration import Empty, operator
+from ortgrad.ops._kernels import elementwise, keep_where
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 
 _LIKE_X = {"dY": "*S", "X": "*S"}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
 
@@ -168,7 +169,6 @@ class _Attention:
         )
 
     def _mask_grad(self, ds: ir.Value, mask: ir.Value) -> ir.Value:
-        from ortgrad.backward import unbroadcast  # imports onnx-ir, which takes a while
 
         op = self.op
         ds = self._ungroup(ds)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortgrad.autodiff.rules import Node, Slots, gradient
 from ortgrad.errors import NodeError
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise
+from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
-from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _Arrays = tuple[np.ndarray | None, ...]
 

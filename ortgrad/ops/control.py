@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.autodiff.rules import Node, Slots, gradient
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 
 @gradient("If")
@@ -153,7 +153,7 @@ class _Body:
         self, seeds: Mapping[int, ir.Value], targets: Sequence[ir.Value]
     ) -> list[ir.Value | None]:
         """The gradients of the targets, given those of outputs; None where there is none."""
-        from ortgrad.backward import BackwardPass
+        from ortgrad.autodiff.backward import BackwardPass
 
         backward = BackwardPass(self.op, list(self.graph), targets, outside=seeds.values())
         for i, grad in seeds.items():
@@ -295,7 +295,8 @@ def _activated(
     after: Sequence[ir.Value],
 ) -> list[ir.Value]:
     """The states that start without anything to differentiate and get it from an iteration."""
-    from ortgrad.backward import FLOAT_TYPES, active_values
+    from ortgrad.autodiff.backward import active_values
+    from ortgrad.graph.traversal import FLOAT_TYPES
 
     found: list[ir.Value] = []
     while True:
@@ -311,7 +312,7 @@ def _activated(
 
 
 def _active_captures(node: Node, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
-    from ortgrad.backward import captured_values
+    from ortgrad.graph.traversal import captured_values
 
     found = dict.fromkeys(value for graph in graphs for value in captured_values(graph))
     return [value for value in found if value in node.active]
@@ -321,7 +322,7 @@ def _refuse_random(node: Node, graph: ir.Graph) -> None:
     """Random nodes would draw other numbers when the backward node runs them again."""
     from onnx_ir.traversal import RecursiveGraphIterator
 
-    from ortgrad.bodies import RANDOM
+    from ortgrad.graph.recorder import RANDOM
 
     for inner in RecursiveGraphIterator(graph):
         idle = inner.op_type == "Dropout" and (len(inner.inputs) < 3 or inner.inputs[2] is None)

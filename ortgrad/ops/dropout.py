@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import elementwise, keep_where
-from ortgrad.registry import FLOATS, Empty, operator
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.operators.declaration import FLOATS, Empty, operator
+from ortgrad.ops._kernels import elementwise, keep_where
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _CONTRACT: dict[str, Any] = {
     "inputs": ["dY", "mask?: bool", "ratio?: T1", "training_mode?: bool"],

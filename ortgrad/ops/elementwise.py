@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ortgrad.gradient import Node, Slots, gradient, no_gradient
+from ortgrad.autodiff.rules import Node, Slots, gradient, no_gradient
 
 if TYPE_CHECKING:
     import onnx_ir as ir

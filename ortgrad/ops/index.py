@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.contracts import with_axis
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.registry import FLOATS, INTEGERS, Empty, Operand, Shape, operator
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.operators.contract import with_axis
+from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _FLOAT, _INT64 = 1, 7  # TensorProto's numbers
 # Elements whose positions are computed at a time.

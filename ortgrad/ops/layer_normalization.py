@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
-from ortgrad.registry import FLOATS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _TYPES = {"T": FLOATS, "U": ("float32", "float64"), "V": FLOATS}
 _FORWARD_ATTRIBUTES = ("epsilon", "stash_type")
@@ -335,7 +336,6 @@ def _layer_slots(
 
     if all(_spans(value, x, axis) for value in (weights, shift) if value is not None):
         return layer_grad(dy, weights)
-    from ortgrad.backward import unbroadcast  # imports onnx-ir, which takes a while
 
     # scale or bias are stretched to the shape of X.
     ones = op.Expand(op.number(1.0, x), op.Shape(x, start=axis))
@@ -451,7 +451,6 @@ def _sum_grad(
 
 def _stretched(node: Node, grad: ir.Value, i: int) -> ir.Value | None:
     """The gradient towards an optional input that was stretched to the shape of the first."""
-    from ortgrad.backward import unbroadcast
 
     value = node.optional(i)
     return None if value is None else unbroadcast(node.op, grad, value, node.input(0))

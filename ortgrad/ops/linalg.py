@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.ops.index import number_like
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 _INT64, _DOUBLE = 7, 11  # TensorProto's numbers
 
@@ -33,7 +34,6 @@ def _(node: Node) -> Slots:
 
 @gradient("Gemm")
 def _(node: Node) -> Slots:
-    from ortgrad.backward import unbroadcast
 
     op, dy, beta = node.op, node.grad(0), node.attribute("beta")
     product = _Product(
@@ -166,8 +166,6 @@ class _Product:
         """Sum over the axes of the stack along which operand i was stretched."""
         import onnx_ir as ir
 
-        from ortgrad.backward import unbroadcast
-
         operand = self.operands[i]
         own, other = operand.shape, self.operands[1 - i].shape
         full = ir.Value(name="stack")
@@ -229,7 +227,6 @@ def _einsum_grad(
     stretched: Sequence[set[str]],
     occurrences: dict[str, list[int | ir.SymbolicDim]],
 ) -> ir.Value:
-    from ortgrad.backward import unbroadcast
 
     op, x, term = node.op, node.input(i), terms[i]
     others, factors = [], []

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise
-from ortgrad.registry import FLOATS, INTEGERS, Choice, Empty, operator
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
+from ortgrad.ops._kernels import blockwise
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 
 def _dims(*, reduction: str, **_: Any) -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import parallel
+from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
+from ortgrad.ops._kernels import parallel
 from ortgrad.ops._windows import (
     AUTO_PADS,
     Windows,
@@ -20,12 +21,11 @@ from ortgrad.ops._windows import (
     spatial,
     windows,
 )
-from ortgrad.registry import Choice, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 # As many elements of dX at a time as stay in the cache from one axis to the next.
 _PIECE = 1 << 19

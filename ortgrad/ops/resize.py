@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.autodiff.rules import Node, Slots, gradient
 from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:

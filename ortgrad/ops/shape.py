@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.autodiff.rules import Node, Slots, gradient
 from ortgrad.errors import NodeError
-from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops.index import scatter_back, shape_of, size_of
-from ortgrad.registry import Empty, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 
 @gradient("Reshape", "Flatten")

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.contracts import with_axis
+from ortgrad.autodiff.rules import Node, Slots, gradient
 from ortgrad.errors import NodeError
-from ortgrad.gradient import Node, Slots, gradient
-from ortgrad.kernels import blockwise
-from ortgrad.registry import Empty, operator
+from ortgrad.operators.contract import with_axis
+from ortgrad.operators.declaration import Empty, operator
+from ortgrad.ops._kernels import blockwise
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.bodies import Ops
+    from ortgrad.graph.recorder import Ops
 
 
 def _dims(*, axis: int) -> dict[str, str]:

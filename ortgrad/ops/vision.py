@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.gradient import Node, Slots, gradient
+from ortgrad.autodiff.rules import Node, Slots, gradient
 from ortgrad.ops._sampling import sample
 from ortgrad.ops._windows import explicit_pads, per_dimension
 

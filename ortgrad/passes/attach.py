@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.bodies import make_function
-from ortgrad.passes.nodes import call_of, gradient_nodes
-from ortgrad.registry import BODY_ATTRIBUTE, Operator, find_operator
+from ortgrad.graph.bodies import make_function
+from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
+from ortgrad.operators.declaration import BODY_ATTRIBUTE, Operator, find_operator
 
 _REFUSAL = "this onnxruntime confuses function overloads: take 1.27 or newer, or prepare with kernels='onnx'"
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortgrad.bodies import MINIMUM_OPSET, Ops
-from ortgrad.call import EMPTY_PREFIX, Call
+from ortgrad.dialects.training import IN_DEFAULT_DOMAIN
 from ortgrad.errors import NodeError
-from ortgrad.names import Names
-from ortgrad.passes.inference import infer_types
-from ortgrad.passes.nodes import call_of, gradient_nodes
-from ortgrad.passes.training_ops import IN_DEFAULT_DOMAIN
-from ortgrad.registry import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
+from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
+from ortgrad.graph.inference import infer_types
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import MINIMUM_OPSET, Ops
+from ortgrad.operators.call import EMPTY_PREFIX, Call
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
 
 POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
 ACCUMULATOR = "InPlaceAccumulatorV2"

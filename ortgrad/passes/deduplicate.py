@@ -6,8 +6,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortgrad.backward import subgraphs
-from ortgrad.bodies import RANDOM
+from ortgrad.graph.recorder import RANDOM
+from ortgrad.graph.traversal import subgraphs
 
 
 def deduplicate(model: ir.Model) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from ortgrad.bodies import Ops, record_body
-from ortgrad.call import EMPTY_PREFIX
-from ortgrad.names import Names
-from ortgrad.passes.nodes import call_of, gradient_nodes, put_in_place
-from ortgrad.registry import Operator
+from ortgrad.graph.bodies import record_body
+from ortgrad.graph.gradient_nodes import call_of, gradient_nodes, put_in_place
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Ops
+from ortgrad.operators.call import EMPTY_PREFIX
+from ortgrad.operators.declaration import Operator
 
 
 def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None:

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from ortgrad.backward import FLOAT_TYPES, active_values, dependencies, subgraphs
+from ortgrad.autodiff.backward import active_values
+from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import NodeError
-from ortgrad.gradient import find_rule
-from ortgrad.names import Names
+from ortgrad.graph.gradient_nodes import gradient_nodes
+from ortgrad.graph.inference import infer_types
+from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
-from ortgrad.passes.inference import infer_types
-from ortgrad.passes.nodes import gradient_nodes
 from ortgrad.passes.schema_functions import open_schema_function
 
 

@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import ModelError
-from ortgrad.passes.inference import from_proto, to_proto
+from ortgrad.graph.serialization import from_proto, to_proto
+from ortgrad.operators.schema import with_schemas
 from ortgrad.passes.schema_functions import unchanged
-from ortgrad.schemas import with_schemas
 
 
 def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ortgrad.passes.inference import infer_types
+from ortgrad.graph.inference import infer_types
 
 Dims = tuple["int | str | None", ...]
 # The shapes of a state during the loop and after it, by the numbers of the loop and the state.

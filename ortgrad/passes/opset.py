@@ -7,11 +7,12 @@ import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes.common import InlinePass
 
-from ortgrad.bodies import MINIMUM_OPSET
 from ortgrad.errors import ModelError
-from ortgrad.passes.inference import from_proto, infer_types, to_proto
+from ortgrad.graph.inference import infer_types
+from ortgrad.graph.recorder import MINIMUM_OPSET
+from ortgrad.graph.serialization import from_proto, to_proto
+from ortgrad.operators.schema import with_schemas
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
-from ortgrad.schemas import with_schemas
 
 _HIDDEN = "ortgrad.unknown"
 

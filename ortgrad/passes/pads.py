@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.bodies import Ops
-from ortgrad.names import Names
-from ortgrad.passes.nodes import put_in_place
+from ortgrad.graph.gradient_nodes import put_in_place
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Ops
 
 
 def pad_all_axes(model: ir.Model) -> bool:

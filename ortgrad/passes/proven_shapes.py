@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import onnx
 import onnx_ir as ir
 
-from ortgrad.backward import dependencies, subgraphs
-from ortgrad.bodies import Ops
-from ortgrad.names import Names
-from ortgrad.passes.inference import infer_types
+from ortgrad.graph.inference import infer_types
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Ops
+from ortgrad.graph.traversal import dependencies, subgraphs
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import helper, version_converter
 
-from ortgrad.backward import captured_values
 from ortgrad.errors import ModelError
-from ortgrad.names import Names
+from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import captured_values
 
 PLACEHOLDER = "ortgrad.scan8"
 

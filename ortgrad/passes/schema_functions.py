@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnx import helper, version_converter
 from onnx_ir.passes.common import InlinePass
 
-from ortgrad.backward import subgraphs
 from ortgrad.errors import NodeError
-from ortgrad.names import Names
+from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import subgraphs
 
 
 def open_schema_function(node: ir.Node, opsets: Mapping[str, int], names: Names) -> bool:

@@ -1,0 +1,1 @@
+"""Gradient rules, and the backward pass that applies them."""

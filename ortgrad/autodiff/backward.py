@@ -1,0 +1,151 @@
+"""The backward pass: walk the nodes once in reverse and let their rules record the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortgrad.autodiff.rules import Node, UnsupportedError, find_rule
+from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.errors import NodeError
+from ortgrad.graph.attributes import attributes_of
+from ortgrad.graph.recorder import Ops
+from ortgrad.graph.traversal import FLOAT_TYPES, dependencies
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A node on the path that cannot be differentiated."""
+
+    node: ir.Node
+    reason: str
+
+
+def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[ir.Value]:
+    """The floating-point values that depend on the targets, the targets included."""
+    active = set(targets)
+    for node in nodes:
+        rule = find_rule(node.op_type, node.domain)
+        if rule is not None and rule.function is None:
+            continue
+        if any(value in active for value in dependencies(node)):
+            active.update(v for v in node.outputs if v.dtype is None or v.dtype in FLOAT_TYPES)
+    return active
+
+
+class BackwardPass:
+    """Gradients by value, while they grow from the outputs towards the targets.
+
+    `op` records the nodes; `nodes` are the forward nodes of one graph in topological order. Gradients
+    that are in `outside`, because a graph around this one computes them, keep their names.
+    """
+
+    def __init__(
+        self,
+        op: Ops,
+        nodes: Sequence[ir.Node],
+        targets: Sequence[ir.Value],
+        outside: Iterable[ir.Value] = (),
+    ) -> None:
+        self.op = op
+        self.failures: list[Failure] = []
+        # What was recorded for each node that was visited, in the order of the visits.
+        self.visits: list[tuple[ir.Node, list[ir.Node]]] = []
+        self._nodes = nodes
+        self._active = active_values(nodes, targets)
+        self._outside = set(outside)
+        self._contributions: dict[ir.Value, list[ir.Value]] = {}
+        self._named: set[ir.Value] = set()
+        self._inside = f"{op.scope}/" if op.scope else ""
+
+    def seed(self, value: ir.Value, grad: ir.Value) -> None:
+        """Start from the gradient of an output."""
+        self._contributions.setdefault(value, []).append(grad)
+
+    def run(self) -> None:
+        """Visit every node that lies between a target and a seed."""
+        for node in reversed(self._nodes):
+            if not any(value in self._contributions for value in node.outputs):
+                continue
+            if not any(value in self._active for value in dependencies(node)):
+                continue
+            rule = find_rule(node.op_type, node.domain)
+            if rule is not None and rule.function is None:
+                continue
+            outputs, recorded = list(node.outputs), len(self.op.nodes)
+            grads = [self.total(value) for value in outputs]
+            name = node.name or next(value.name for value in outputs if value.name)
+            self.op.scope = f"{self._inside}{name}_grad"
+            try:
+                self._visit(node, grads)
+            except (UnsupportedError, NodeError) as error:
+                self.failures.append(Failure(node, str(error)))
+                # Go on with zeros, so that all that is not supported comes to light at once.
+                for value in dependencies(node):
+                    if value in self._active:
+                        self.seed(value, self.op.full_like(value, 0.0))
+            self.visits.append((node, list(self.op.nodes[recorded:])))
+
+    def total(self, value: ir.Value) -> ir.Value | None:
+        """The gradient of a value, all contributions added up; None if there are none."""
+        parts = self._contributions.get(value)
+        if not parts:
+            return None
+        name = f"{self._inside}{value.name}_grad"
+        if len(parts) > 1:
+            self.op.scope = name
+            added = self.op.Add(*parts) if len(parts) == 2 else self.op.Sum(*parts)
+            self._contributions[value] = parts = [added]
+        self._name(parts[0], name)
+        return parts[0]
+
+    def _name(self, grad: ir.Value, name: str) -> None:
+        """Call a gradient by its customary name, unless it has one already."""
+        producer = grad.producer()
+        recorded = producer is not None and producer.graph is None and grad not in self._outside
+        if recorded and grad not in self._named:
+            grad.name = self.op.names.fresh(name)
+            self._named.add(grad)
+
+    def _visit(self, node: ir.Node, grads: Sequence[ir.Value | None]) -> None:
+        rule = find_rule(node.op_type, node.domain)
+        if rule is None:
+            raise UnsupportedError("there is no gradient rule for it")
+        assert rule.function is not None
+        attributes = attributes_of(node, self.op.opset)
+        context = Node(node, self.op, grads, attributes, self._active)
+        slots = rule.function(context)
+        if len(slots) > len(node.inputs):
+            slots = slots[: len(node.inputs)]
+        for value, slot in zip(node.inputs, slots, strict=False):
+            if value is not None and slot is not None and value in self._active:
+                if rule.broadcasts:
+                    slot = unbroadcast(self.op, slot, value, node.outputs[0])
+                self.seed(value, self._like(slot, value))
+        for value, slot in context.captured.items():
+            if value in self._active:
+                self.seed(value, self._like(slot, value))
+
+    def _like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
+        """The gradient in the element type of the value it belongs to."""
+        if grad.dtype is not None and value.dtype is not None and grad.dtype != value.dtype:
+            return self.op.Cast(grad, to=int(value.dtype))
+        return grad
+
+
+def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str:
+    """The text of an error that says all that cannot be differentiated."""
+    lines = [f"{len(failures)} node(s) between `wrt` and `of` cannot be differentiated:"]
+    for failure in failures:
+        node = failure.node
+        domain = node.domain or "ai.onnx"
+        name = node.name or next(value.name for value in node.outputs if value.name)
+        opset = opsets.get(node.domain, "unknown")
+        lines.append(f"  {node.op_type} (domain {domain}, opset {opset}), node {name!r}: {failure.reason}")
+    lines.append(
+        "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
+        "or put an equivalent operator in their place."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,167 @@
+"""Gradient rules: what a forward node contributes to the gradients of its inputs.
+
+    @gradient("Tanh")
+    def _(node):
+        return node.op.TanhGrad(node.grad(0), node.output(0)),
+
+A rule returns one value per input, None where there is no gradient. Unbroadcasting, casts and
+accumulation are not its business, and what nobody needs of its result is thrown away later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ortgrad.errors import RegistrationError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Ops
+
+Slots: TypeAlias = "Sequence[ir.Value | None]"
+RuleFunction: TypeAlias = "Callable[[Node], Slots]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule as declared; `function` is None for an operator whose gradient is zero everywhere."""
+
+    function: RuleFunction | None
+    broadcasts: bool = False
+
+
+class UnsupportedError(Exception):
+    """Raised by a rule for a node that it cannot differentiate; see `Node.unsupported`."""
+
+
+_rules: dict[tuple[str, str], Rule] = {}
+
+
+def gradient(
+    *op_types: str, domain: str = "", broadcasts: bool = False
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Declare the gradient rule of forward operators.
+
+    With `broadcasts`, every slot may have the shape of the (broadcast) output; it is summed to the shape
+    of its input.
+    """
+
+    def declare(function: RuleFunction) -> RuleFunction:
+        for op_type in op_types:
+            _add(domain, op_type, Rule(function, broadcasts))
+        return function
+
+    return declare
+
+
+def no_gradient(*op_types: str, domain: str = "") -> None:
+    """Declare that operators are piecewise constant: the gradient stops there, as it does in PyTorch."""
+    for op_type in op_types:
+        _add(domain, op_type, Rule(None))
+
+
+def _add(domain: str, op_type: str, rule: Rule) -> None:
+    if (domain, op_type) in _rules:
+        raise RegistrationError(f"{domain or 'ai.onnx'}::{op_type} has a gradient rule already")
+    _rules[domain, op_type] = rule
+
+
+def find_rule(op_type: str, domain: str) -> Rule | None:
+    """The rule for an operator, or None."""
+    return _rules.get(("" if domain == "ai.onnx" else domain, op_type))
+
+
+def all_rules() -> Mapping[tuple[str, str], Rule]:
+    """Every declared rule by (domain, operator)."""
+    return dict(_rules)
+
+
+class Node:
+    """A forward node as its rule sees it."""
+
+    def __init__(
+        self,
+        node: ir.Node,
+        op: Ops,
+        grads: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any],
+        active: frozenset[ir.Value] | set[ir.Value],
+    ) -> None:
+        self.node = node
+        self.op = op
+        self.attributes = attributes
+        self.active = active
+        # Gradients of values that a subgraph of the node captures from outside.
+        self.captured: dict[ir.Value, ir.Value] = {}
+        self._grads = grads
+
+    @property
+    def inputs(self) -> Sequence[ir.Value | None]:
+        return self.node.inputs
+
+    def input(self, i: int) -> ir.Value:
+        """The i-th input, which must be there."""
+        value = self.optional(i)
+        if value is None:
+            raise self.unsupported(f"it has no input {i}")
+        return value
+
+    def optional(self, i: int) -> ir.Value | None:
+        """The i-th input, or None if the node leaves it out."""
+        return self.node.inputs[i] if i < len(self.node.inputs) else None
+
+    def wants(self, i: int) -> bool:
+        """Whether somebody asks for the gradient towards the i-th input."""
+        return self.optional(i) in self.active
+
+    def output(self, i: int) -> ir.Value:
+        """The i-th output; an optional one that the forward node leaves out is added to it."""
+        if i >= len(self.node.outputs):
+            self.node.resize_outputs(i + 1)
+        value = self.node.outputs[i]
+        if not value.name:
+            named = next(output.name for output in self.node.outputs if output.name)
+            value.name = self.op.names.fresh(f"{named}/output_{i}")
+        return value
+
+    def grad(self, i: int) -> ir.Value:
+        """The gradient of the i-th output: zeros if nothing flows back through that one."""
+        given = self.optional_grad(i)
+        return self.op.full_like(self.output(i), 0.0) if given is None else given
+
+    def optional_grad(self, i: int) -> ir.Value | None:
+        """The gradient of the i-th output, or None if nothing flows back through it."""
+        return self._grads[i] if i < len(self._grads) else None
+
+    def attribute(self, name: str) -> Any:
+        """An attribute as Python data, the schema's default if the node does not give it, else None."""
+        return self.attributes.get(name)
+
+    def rank(self, i: int = 0) -> int:
+        """The number of dimensions of the i-th input."""
+        shape = self.input(i).shape
+        if shape is None:
+            raise self.unsupported(
+                f"the number of dimensions of its input {self.input(i).name!r} is not known"
+            )
+        return len(shape)
+
+    def constant(self, i: int) -> np.ndarray | None:
+        """The value of the i-th input if it is known when the graph is built, else None."""
+        import onnx_ir as ir
+
+        value = self.optional(i)
+        tensor = None if value is None else ir.convenience.get_const_tensor(value)
+        # An initializer that is a graph input too is only a default.
+        if tensor is None or (value is not None and value.is_graph_input()):
+            return None
+        return tensor.numpy()
+
+    def unsupported(self, why: str) -> UnsupportedError:
+        """An error to raise: this node cannot be differentiated, and why."""
+        return UnsupportedError(why)

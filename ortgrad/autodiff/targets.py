@@ -1,0 +1,230 @@
+"""What the names in `wrt` and `of` stand for in a model."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import onnx
+import onnx_ir as ir
+
+from ortgrad.autodiff.rules import find_rule
+from ortgrad.errors import ModelError, NameNotFoundError
+from ortgrad.graph.metadata import OF
+from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import FLOAT_TYPES, subgraphs, values_by_name
+from ortgrad.operators.call import EMPTY_PREFIX
+
+# Operands that have a gradient, also by onnx's schema, but are not what anybody trains.
+_NO_PARAMETERS = {
+    "BatchNormalization": (3, 4),
+    "DequantizeLinear": (1,),
+    "Pow": (1,),
+    "QuantizeLinear": (1,),
+    "RoiAlign": (1,),
+    "RotaryEmbedding": (1, 2),
+}
+
+
+def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
+    """The values that `of` names; without it the first output with a floating-point type."""
+    if of is None:
+        found = [value for value in graph.outputs if value.dtype in FLOAT_TYPES]
+        if not found:
+            raise ModelError("the model has no floating-point output to differentiate; name a value in of")
+        return found[:1]
+    values = values_by_name(graph)
+    for name in of:
+        if name not in values:
+            raise NameNotFoundError(f"of={name!r} is not a value of the model{_where(name, graph, values)}")
+        _require_float("of", values[name])
+    return [values[name] for name in of]
+
+
+def find_targets(
+    model: ir.Model, wrt: Sequence[str] | None, source: onnx.ModelProto, outputs: Sequence[ir.Value] = ()
+) -> list[ir.Value]:
+    """The values that `wrt` names; without it the parameters of the model.
+
+    A name that is in the model is that value. Any other with *, ? or [ is a pattern of fnmatch: it stands for
+    the inputs and parameters that it matches; if it matches none, for other constants; if none of
+    those, for values in between. Weights among the results that are Constant nodes or inside a subgraph
+    become initializers of the main graph, so that they can be fed.
+    """
+    graph = model.graph
+    hidden = _weights_in_subgraphs(graph, _defined(source.graph))
+    parameters = _parameters(model, hidden, source, outputs)
+    if wrt is None:
+        if not parameters:
+            raise ModelError(
+                "the model has no parameters (scalars, statistics and constants do not count); "
+                "name what you want in wrt"
+            )
+        found = parameters
+    else:
+        values = values_by_name(graph)
+        found = []
+        for name in wrt:
+            if name in values or name in hidden:
+                found.append(values.get(name) or hidden[name])
+                _require_float("wrt", found[-1])
+            elif any(character in name for character in "*?["):
+                found += _matching(name, graph, parameters)
+            else:
+                raise NameNotFoundError(
+                    f"wrt={name!r} is not a value of the model{_where(name, graph, (*values, *hidden))}"
+                )
+    names = Names.of(model)
+    return [_made_feedable(graph, value, names) for value in dict.fromkeys(found)]
+
+
+def _parameters(
+    model: ir.Model, hidden: dict[str, ir.Value], source: onnx.ModelProto, outputs: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Floating-point weights through which a gradient can flow, in the order of the file."""
+    graph = model.graph
+    reached = {*graph.outputs, *outputs}
+    _reach(graph, reached, model.opset_imports)
+    # The nodes of a backward graph hold constants of their own; weights are initializers there.
+    built = OF in model.metadata_props
+    constants = [] if built else [n.outputs[0] for n in graph if n.op_type == "Constant" and not n.domain]
+    found = [value for value in graph.initializers.values() if _is_weight(value, 0)]
+    found += [value for value in (*constants, *hidden.values()) if _is_weight(value, 1)]
+    # Shape inference does not keep the order of initializers.
+    order = {tensor.name: i for i, tensor in enumerate(source.graph.initializer)}
+    found.sort(key=lambda value: order.get(value.name or "", len(order)))
+    return [value for value in found if value in reached]
+
+
+def _is_weight(value: ir.Value, more_than: int) -> bool:
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.dtype not in FLOAT_TYPES or (value.name or "").startswith(EMPTY_PREFIX):
+        return False
+    return len(tensor.shape) > 0 and tensor.size > more_than
+
+
+def _reach(graph: ir.Graph, reached: set[ir.Value], opsets: dict[str, int]) -> None:
+    """Add the values to which a gradient may flow from those that are reached already."""
+    for node in reversed(graph):
+        rule = find_rule(node.op_type, node.domain)
+        if not any(v in reached for v in node.outputs) or (rule is not None and rule.function is None):
+            continue
+        fixed = _fixed_operands(node, opsets)
+        reached.update(v for i, v in enumerate(node.inputs) if v is not None and i not in fixed)
+        for inner in subgraphs(node):
+            reached.update(inner.outputs)
+            _reach(inner, reached, opsets)
+
+
+def decides_shapes(value: ir.Value, opsets: dict[str, int]) -> bool:
+    """Whether a node may take the shape of its output from a floating-point value, as Resize does."""
+    return any(use.idx in _fixed_operands(use.node, opsets) for use in value.uses())
+
+
+def _fixed_operands(node: ir.Node, opsets: dict[str, int]) -> Collection[int]:
+    """The operands of a node that are not trained: what its schema calls not differentiable, statistics."""
+    version = opsets.get(node.domain, 1)
+    if not onnx.defs.has(node.op_type, version, node.domain):
+        return ()
+    declared = onnx.defs.get_schema(node.op_type, version, node.domain).inputs
+    never = onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
+    fixed = [i for i, parameter in enumerate(declared) if parameter.differentiation_category == never]
+    return {*fixed, *(_NO_PARAMETERS.get(node.op_type, ()) if not node.domain else ())}
+
+
+def _weights_in_subgraphs(graph: ir.Graph, defined: Counter[str]) -> dict[str, ir.Value]:
+    """Floating-point constants inside subgraphs by name, unless something else has that name."""
+    found = {}
+    for inner in graph.subgraphs():
+        constants = [node.outputs[0] for node in inner if node.op_type == "Constant" and not node.domain]
+        for value in (*inner.initializers.values(), *constants):
+            tensor = ir.convenience.get_const_tensor(value)
+            if tensor is not None and tensor.dtype in FLOAT_TYPES and defined[value.name or ""] == 1:
+                found[value.name or ""] = value
+    return found
+
+
+def _defined(graph: onnx.GraphProto) -> Counter[str]:
+    """How often a name is given to a value in a graph and its subgraphs."""
+    found = Counter({value.name for value in (*graph.input, *graph.initializer)})
+    found.update(name for node in graph.node for name in node.output)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+                for inner in (attribute.g, *attribute.graphs):
+                    found += _defined(inner)
+    return found
+
+
+def _matching(pattern: str, graph: ir.Graph, parameters: Sequence[ir.Value]) -> list[ir.Value]:
+    for group in _groups(graph, parameters):
+        found = [v for v in group if v.dtype in FLOAT_TYPES and fnmatchcase(v.name or "", pattern)]
+        if found:
+            return found
+    near = _nearest(pattern.strip("*"), values_by_name(graph))
+    raise NameNotFoundError(f"wrt={pattern!r} matches no floating-point value of the model{near}")
+
+
+def _groups(graph: ir.Graph, parameters: Sequence[ir.Value]) -> Iterator[list[ir.Value]]:
+    """Where a pattern is looked for, one group after the other."""
+    yield [*(value for value in graph.inputs if not value.is_initializer()), *parameters]
+    yield [value for value in values_by_name(graph).values() if ir.convenience.get_const_tensor(value)]
+    yield [value for node in graph for value in node.outputs if value.name]
+
+
+def _made_feedable(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
+    """The value, or an initializer of the main graph in the place of a weight that cannot be fed."""
+    tensor = ir.convenience.get_const_tensor(value)
+    outside = value.graph is not graph
+    if tensor is None or (value.is_initializer() and not outside) or value in graph.outputs:
+        return value
+    name = value.name
+    weight = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
+    weight.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+    node = value.producer()
+    if value.is_graph_output():
+        # A subgraph must compute what it puts out.
+        copy = ir.node("Identity", [weight], name=names.fresh(f"{name}/copy"))
+        copy.outputs[0].name, copy.outputs[0].type = copy.name, weight.type
+        inner = value.graph
+        assert isinstance(inner, ir.Graph)
+        inner.append(copy)
+        for i, output in enumerate(inner.outputs):
+            if output is value:
+                inner.outputs[i] = copy.outputs[0]
+    ir.convenience.replace_all_uses_with(value, weight)
+    if node is not None and node.graph is not None:
+        node.graph.remove(node, safe=True)
+    elif value.graph is not None:
+        value.graph.initializers.pop(name or "")
+    graph.register_initializer(weight)
+    return weight
+
+
+def _require_float(argument: str, value: ir.Value) -> None:
+    # The type of what an unknown operator puts out may be unknown too; a seed needs one.
+    allowed = FLOAT_TYPES if argument == "of" else {*FLOAT_TYPES, None}
+    if value.dtype in allowed:
+        return
+    producer = value.producer()
+    if value.dtype is not None or producer is None:
+        type_ = "unknown" if value.dtype is None else value.dtype.name.lower()
+        raise ModelError(f"{argument}={value.name!r} has element type {type_}, which has no gradient")
+    made_of = [v.name for v in producer.inputs if v is not None and v.dtype in FLOAT_TYPES]
+    advice = f"; differentiate what {producer.op_type} makes it of: {made_of[0]!r}" if made_of else ""
+    raise ModelError(
+        f"{argument}={value.name!r} is not known to be a tensor of numbers, so it has no gradient{advice}"
+    )
+
+
+def _where(name: str, graph: ir.Graph, names: Iterable[str]) -> str:
+    if any(name in values_by_name(inner) for inner in graph.subgraphs()):
+        return ": it is inside a subgraph, and no weight with a name of its own; make it an output of that"
+    return _nearest(name, names)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -1,0 +1,52 @@
+"""Undo broadcasting: from the gradient of a stretched operand to that of the operand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.errors import NodeError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Ops
+
+
+def unbroadcast(op: Ops, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:
+    """Sum a gradient of the shape of `output` over the axes along which `value` was stretched."""
+    source, target = value.shape, output.shape
+    if source is None or target is None:
+        return _unbroadcast_at_run_time(op, grad, value)
+    lead = len(target) - len(source)
+    if lead < 0:
+        raise NodeError(
+            f"its output {output.name!r} of shape {target} has fewer axes than its input {value.name!r} of "
+            f"shape {source}; the shapes that the model declares contradict each other"
+        )
+    axes = list(range(lead))
+    for i, dim in enumerate(source):
+        other = target[lead + i]
+        if isinstance(dim, int) and dim == 1:
+            # Summing over an axis that is 1 in the output as well does no harm.
+            if not (isinstance(other, int) and other == 1):
+                axes.append(lead + i)
+        elif not isinstance(dim, int) and (dim.value is None or dim != other):
+            # It may be 1 at run time.
+            return _unbroadcast_at_run_time(op, grad, value)
+    if not axes:
+        return grad
+    if axes == list(range(lead)):
+        return op.ReduceSum(grad, axes, keepdims=0)
+    summed = op.ReduceSum(grad, axes, keepdims=1)
+    return op.Squeeze(summed, list(range(lead))) if lead else summed
+
+
+def _unbroadcast_at_run_time(op: Ops, grad: ir.Value, value: ir.Value) -> ir.Value:
+    shape, full = op.shape(value), op.Shape(grad)
+    # The value's shape with ones in front, as long as the gradient's.
+    missing = op.Sub(op.Shape(full), op.Shape(shape))
+    aligned = op.Concat(op.Expand(np.array([1], np.int64), missing), shape, axis=0)
+    axes = op.Squeeze(op.NonZero(op.And(op.Equal(aligned, [1]), op.Not(op.Equal(full, [1])))), [0])
+    return op.Reshape(op.ReduceSum(grad, axes, keepdims=1, noop_with_empty_axes=1), shape, allowzero=1)

@@ -1,0 +1,134 @@
+"""The same model in double precision, for finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from ortgrad.operators.schema import with_schemas
+
+LOW = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+# Operators that name the element type of their output, and those that are float without saying so.
+TYPE_ATTRIBUTES = {"to", "dtype", "output_datatype", "output_dtype"}
+FLOAT_BY_DEFAULT = {
+    "RandomNormal": "dtype",
+    "RandomUniform": "dtype",
+    "HannWindow": "output_datatype",
+    "HammingWindow": "output_datatype",
+    "BlackmanWindow": "output_datatype",
+    "MelWeightMatrix": "output_datatype",
+}
+
+
+def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy whose floating-point tensors are double, with casts where an operator takes no double."""
+    # Functions have no types, and attributes that refer to those of their callers.
+    double = _without_functions(model)
+    inferred = with_schemas(onnx.shape_inference.infer_shapes, double)
+    opsets = {o.domain: o.version for o in model.opset_import}
+    with_schemas(_convert_graph, double.graph, _low_values(inferred.graph), opsets)
+    return double
+
+
+def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    if not model.functions:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        return copy
+    # They import onnx-ir, which takes a while.
+    from ortgrad.graph.serialization import from_proto, to_proto
+    from ortgrad.passes.inline import inline
+
+    return to_proto(inline(from_proto(model), lambda _: True))
+
+
+def _low_values(graph: onnx.GraphProto) -> set[str]:
+    """The values with one of the types that are widened, those in subgraphs included."""
+    values = (*graph.input, *graph.output, *graph.value_info)
+    found = {v.name for v in values if v.type.tensor_type.elem_type in LOW}
+    found |= {tensor.name for tensor in graph.initializer if tensor.data_type in LOW}
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                found |= _low_values(inner)
+    return found
+
+
+def _convert_graph(graph: onnx.GraphProto, low: set[str], opsets: dict[str, int]) -> None:
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        _widen(value.type)
+    for tensor in graph.initializer:
+        if tensor.data_type in LOW:
+            tensor.CopyFrom(_doubled(tensor))
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        _convert_attributes(node, low, opsets)
+        graph.node.extend(_with_casts(node, low, opsets))
+
+
+def _widen(type_: onnx.TypeProto) -> None:
+    which = type_.WhichOneof("value")
+    if which == "sequence_type":
+        _widen(type_.sequence_type.elem_type)
+    elif which == "optional_type":
+        _widen(type_.optional_type.elem_type)
+    elif type_.tensor_type.elem_type in LOW:
+        type_.tensor_type.elem_type = TensorProto.DOUBLE
+
+
+def _doubled(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    return numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
+
+
+def _convert_attributes(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> None:
+    for attribute in node.attribute:
+        # Not touched unless it is there: that alone would make it present.
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            _convert_graph(inner, low, opsets)
+        if attribute.name in TYPE_ATTRIBUTES and attribute.i in LOW:
+            attribute.i = TensorProto.DOUBLE
+        elif attribute.HasField("t") and attribute.t.data_type in LOW:
+            attribute.t.CopyFrom(_doubled(attribute.t))
+        elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+            value = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+            tensor = numpy_helper.from_array(np.array(value, np.float64))
+            attribute.CopyFrom(helper.make_attribute("value", tensor))
+    given = {attribute.name for attribute in node.attribute}
+    if node.op_type == "ConstantOfShape" and not given:
+        node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1))))
+    name = FLOAT_BY_DEFAULT.get(node.op_type)
+    if name is not None and name not in given:
+        node.attribute.append(helper.make_attribute(name, TensorProto.DOUBLE))
+
+
+def _with_casts(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> list[onnx.NodeProto]:
+    """The node between casts for what its schema does not have in double."""
+    version = opsets.get(node.domain, 1)
+    if not onnx.defs.has(node.op_type, version, node.domain):
+        return [node]
+    schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+    before, after = [], []
+    for i in _needing_casts(node.input, schema.inputs, low):
+        name = f"{node.input[i]}.{node.output[0]}.float"
+        before.append(helper.make_node("Cast", [node.input[i]], [name], to=TensorProto.FLOAT))
+        node.input[i] = name
+    for i in _needing_casts(node.output, schema.outputs, low):
+        name = f"{node.output[i]}.float"
+        after.append(helper.make_node("Cast", [name], [node.output[i]], to=TensorProto.DOUBLE))
+        node.output[i] = name
+    return [*before, node, *after]
+
+
+def _needing_casts(
+    names: Iterable[str], parameters: Sequence[onnx.defs.OpSchema.FormalParameter], low: set[str]
+) -> list[int]:
+    found = []
+    for i, name in enumerate(names):
+        types = parameters[min(i, len(parameters) - 1)].types if parameters else ()
+        if name in low and types and "tensor(double)" not in types and "tensor(float)" in types:
+            found.append(i)
+    return found

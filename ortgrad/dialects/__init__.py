@@ -1,0 +1,1 @@
+"""What others write, in terms of our operators and of standard ones."""

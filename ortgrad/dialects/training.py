@@ -1,0 +1,307 @@
+"""Write in standard ONNX what only onnxruntime-training knows and what is no kernel of its own.
+
+Its graphs hold operators that are standard ones by another name (ReduceSumTraining), a few standard ones
+taken together (Scale, BroadcastGradientArgs), or gradients for which there is a rule but no operator
+here (DivGrad, ResizeGrad).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ortgrad.errors import NodeError
+from ortgrad.operators.declaration import DOMAIN
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Ops
+
+Translation: TypeAlias = "Callable[[Ops, Foreign], Sequence[ir.Value | None]]"
+_translations: dict[str, Translation] = {}
+# onnxruntime-training keeps these in the default domain, where onnx does not know them.
+IN_DEFAULT_DOMAIN = ("SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad")
+
+
+def is_training_operator(op_type: str, domain: str) -> bool:
+    """Whether `write_in_standard_onnx` knows the operator."""
+    if domain in ("", "ai.onnx"):
+        return op_type in IN_DEFAULT_DOMAIN
+    return domain == DOMAIN and op_type in _translations
+
+
+def training_operators() -> list[str]:
+    """The names of all of them."""
+    return sorted(_translations)
+
+
+def write_in_standard_onnx(model: ir.Model) -> bool:
+    """Replace every such node of the model, in place; False if there is none."""
+    from ortgrad.graph.gradient_nodes import put_in_place
+    from ortgrad.graph.names import Names
+    from ortgrad.graph.recorder import Ops
+
+    nodes = [n for n in model.graph.all_nodes() if is_training_operator(n.op_type, n.domain)]
+    names = Names.of(model)
+    for node in nodes:
+        op = Ops(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
+        foreign = Foreign(node)
+        try:
+            results = _translations[node.op_type](op, foreign)
+        except NodeError as error:
+            raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
+        put_in_place(node, foreign.computed_again, op, results)
+    return bool(nodes)
+
+
+class Foreign:
+    """A node as its translation sees it."""
+
+    def __init__(self, node: ir.Node) -> None:
+        self.node = node
+        # Forward nodes of whose outputs the gradients need more than the shape.
+        self.computed_again: list[ir.Node] = []
+
+    def input(self, i: int) -> ir.Value:
+        value = self.optional(i)
+        if value is None:
+            raise NodeError(f"input {i} is missing")
+        return value
+
+    def optional(self, i: int) -> ir.Value | None:
+        return self.node.inputs[i] if i < len(self.node.inputs) else None
+
+    def wants(self, i: int) -> bool:
+        return i < len(self.node.outputs) and bool(self.node.outputs[i].name)
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        found = self.node.attributes.get(name)
+        if found is None and default is None:
+            raise NodeError(f"attribute {name!r} is missing")
+        return default if found is None else found.value
+
+    def gradients(self, op: Ops, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
+        """The gradients of a forward node of these inputs, by its rule; input 0 is that of its output."""
+        import onnx_ir as ir
+
+        from ortgrad.autodiff.backward import BackwardPass
+
+        operands = list(operands)
+        inputs = [self.optional(i) for i in operands]
+        scope, name = op.scope, op.name(forward)
+        node = ir.Node("", forward, inputs, self.node.attributes.values(), name=name)
+        dy = self.input(0)
+        output = node.outputs[0]
+        output.name, output.type, output.shape = name, dy.type, dy.shape
+        targets = [value for i, value in enumerate(inputs) if value is not None and self.wants(i)]
+        backward = BackwardPass(op, [node], targets)
+        backward.seed(output, dy)
+        backward.run()
+        op.scope = scope
+        if backward.failures:
+            raise NodeError(backward.failures[0].reason)
+        if output.uses():
+            self.computed_again.append(node)
+        return [None if value is None else backward.total(value) for value in inputs]
+
+
+def _translation(name: str) -> Callable[[Translation], Translation]:
+    def declare(function: Translation) -> Translation:
+        _translations[name] = function
+        return function
+
+    return declare
+
+
+@_translation("ReduceSumTraining")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    keep, noop = node.attribute("keepdims", 1), node.attribute("noop_with_empty_axes", 0)
+    return [op.ReduceSum(node.input(0), node.input(1), keepdims=keep, noop_with_empty_axes=noop)]
+
+
+@_translation("SplitTraining")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    count = len(node.node.outputs)
+    parts = op.Split(node.input(0), node.input(1), axis=node.attribute("axis", 0), _outputs=count)
+    return [parts] if count == 1 else list(parts)
+
+
+@_translation("ConcatTraining")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    values, axis = [node.input(i) for i in range(len(node.node.inputs))], node.attribute("axis")
+    # An end of 0 would be the first axis.
+    lengths = [op.Shape(value, start=axis, end=axis + 1 or None) for value in values]
+    return op.Concat(*values, axis=axis), op.Concat(*lengths, axis=0)
+
+
+@_translation("Scale")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    x = node.input(0)
+    # One element may come as a vector, which must not give a scalar another rank.
+    scale = op.CastLike(op.Reshape(node.input(1), np.zeros(0, np.int64)), x)
+    return [op.Div(x, scale) if node.attribute("scale_down", 0) else op.Mul(x, scale)]
+
+
+@_translation("ScaledSum")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    count = sum(node.optional(i) is not None for i in range(3))
+    return [op.Sum(*(op.Mul(node.input(i), node.attribute(f"scale_{i}")) for i in range(count)))]
+
+
+@_translation("BatchScale")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    count = len(node.node.outputs)
+    return [op.Mul(node.input(0), node.attribute(f"scale_{i}")) for i in range(count)]
+
+
+@_translation("BroadcastGradientArgs")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    """The axes, from the last to the first, over which the gradients of two stretched tensors are summed."""
+    shapes = [node.input(0), node.input(1)]
+    ranks = [op.Shape(shape) for shape in shapes]
+    rank = op.Max(*ranks)
+    # An axis that is not there at all is stretched in any case.
+    missing = np.array([-1], np.int64)
+    a, b = (
+        op.Concat(op.Expand(missing, op.Sub(rank, own)), shape, axis=0)
+        for shape, own in zip(shapes, ranks, strict=True)
+    )
+
+    def stretched(own: ir.Value, other: ir.Value) -> ir.Value:
+        same = op.Or(op.Equal(other, [1]), op.Equal(other, missing))
+        one = op.And(op.Equal(own, [1]), op.Not(same))
+        axes = op.Squeeze(op.NonZero(op.Or(op.Equal(own, missing), one)), [0])
+        return op.Slice(axes, [-1], [np.iinfo(np.int64).min], [0], [-1])
+
+    return stretched(a, b), stretched(b, a)
+
+
+@_translation("ZeroGradient")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    return [op.full_like(node.input(0), 0.0)]
+
+
+@_translation("InPlaceAccumulator")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    old, update = node.input(0), node.optional(2)
+    total = op.Add(old, op.CastLike(node.input(1), old))
+    return [total if update is None else op.Where(update, total, old)]
+
+
+@_translation("PassThrough")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    return [op.copy(node.input(i)) for i in range(len(node.node.outputs))]
+
+
+@_translation("BiasFastGeluGrad_dX")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    return [op.FastGeluGrad(node.input(0), op.Add(node.input(1), node.input(2)))]
+
+
+@_translation("DivGrad")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
+    return node.gradients(op, "Div", [1, 2])
+
+
+@_translation("ResizeGrad")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
+    return node.gradients(op, "Resize", [1, 2, 3])[:1]
+
+
+@_translation("ConvTransposeGrad")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
+    dx, dw = node.gradients(op, "ConvTranspose", [1, 2])
+    dy = node.input(0)
+    others = [axis for axis in range(op.rank(dy)) if axis != 1] if node.wants(2) else []
+    return dx, dw, op.ReduceSum(dy, others, keepdims=0) if others else None
+
+
+@_translation("SoftmaxCrossEntropyLossInternal")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    loss, log_prob = op.SoftmaxCrossEntropyLoss(
+        *(node.input(0), node.input(1), node.optional(2)),
+        reduction=node.attribute("reduction", "mean"),
+        ignore_index=_ignored(node, 3),
+        _outputs=2,
+    )
+    return _in_output_type(op, node, loss), _in_output_type(op, node, log_prob)
+
+
+@_translation("SoftmaxCrossEntropyLossInternalGrad")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    d_logits = op.SoftmaxCrossEntropyLossGrad(
+        *(node.input(0), node.input(1), node.input(2), node.optional(3)),
+        reduction=node.attribute("reduction", "mean"),
+        ignore_index=_ignored(node, 4),
+    )
+    d_logits, bias = _in_output_type(op, node, d_logits), node.optional(5)
+    return [d_logits if bias is None else op.Add(d_logits, bias)]
+
+
+def _ignored(node: Foreign, i: int) -> int | None:
+    import onnx_ir as ir
+
+    value = node.optional(i)
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or value.is_graph_input():
+        raise NodeError("ignore_index is computed in the graph; only a constant one is supported")
+    return int(tensor.numpy().reshape(-1)[0])
+
+
+def _in_output_type(op: Ops, node: Foreign, value: ir.Value) -> ir.Value:
+    wanted = node.node.attributes.get("output_type")
+    return value if wanted is None else op.Cast(value, to=wanted.as_int())
+
+
+@_translation("SoftmaxCrossEntropy")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    """The loss of labels that are distributions over the classes, which are along the last axis."""
+    log_prob = op.LogSoftmax(node.input(0), axis=-1)
+    total = op.Neg(op.ReduceSum(op.Mul(node.input(1), log_prob), keepdims=0))
+    return op.Div(total, _rows(op, node, log_prob)), log_prob
+
+
+@_translation("SoftmaxCrossEntropyGrad")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    log_prob = node.input(1)
+    factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob))
+    return [op.Mul(op.Sub(op.Exp(log_prob), node.input(2)), factor)]
+
+
+@_translation("SparseSoftmaxCrossEntropy")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    """The loss of labels that are numbers of classes along the last axis; each sample has a weight."""
+    log_prob, label, weight = op.LogSoftmax(node.input(0), axis=-1), node.input(1), node.optional(2)
+    chosen = op.GatherElements(log_prob, op.Unsqueeze(label, [-1]), axis=-1)
+    losses = op.Neg(op.Squeeze(chosen, [-1]))
+    total = op.ReduceSum(losses if weight is None else op.Mul(losses, weight), keepdims=0)
+    return op.Div(total, _rows(op, node, log_prob, weight)), log_prob
+
+
+@_translation("SparseSoftmaxCrossEntropyGrad")
+def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+    log_prob, label, weight = node.input(1), node.input(2), node.optional(3)
+    factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob, weight))
+    if weight is not None:
+        factor = op.Mul(op.Unsqueeze(weight, [-1]), factor)
+    p, index = op.Exp(log_prob), op.Unsqueeze(label, [-1])
+    one_less = op.Sub(op.GatherElements(p, index, axis=-1), 1.0)
+    return [op.Mul(op.ScatterElements(p, index, one_less, axis=-1), factor)]
+
+
+def _rows(op: Ops, node: Foreign, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:
+    """What the sum of the losses is divided by."""
+    reduction = node.attribute("reduction", "mean")
+    if reduction not in ("mean", "sum"):
+        raise NodeError(f"reduction is {reduction!r}; it must be mean or sum")
+    if reduction == "sum":
+        return op.number(1.0, log_prob)
+    if weight is not None:
+        return op.ReduceSum(weight, keepdims=0)
+    rows = op.ReduceProd(op.Shape(log_prob, end=-1), keepdims=0)
+    return op.CastLike(rows, log_prob)

@@ -1,0 +1,101 @@
+"""Bodies of gradient operators: recorded in place of a node, or as a function of the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ortgrad.errors import NodeError
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Ops
+from ortgrad.operators.call import Call
+
+
+def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    """Record the operator's body on `op`; one value per output, None for an unwanted one."""
+    operator = call.operator
+    if operator.body is None:
+        raise NodeError(f"{operator.name} has no body in standard ONNX operators")
+    operands = [v if real else None for v, real in zip(inputs, call.present, strict=True)]
+    op.checked, op.label = not call.built, f"{op.label}{operator.name}"
+    extra = {"wanted": call.wanted} if operator.has_optional_outputs else {}
+    try:
+        what = call.contract.text
+        failures = call.contract.record(op, operands) if op.checked else []
+        # All of the body that depends on this input waits for the comparisons.
+        main, value = next(
+            (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
+        )
+        checked = operands[main] = op.require(value, failures, what)
+        result = operator.body(op, *operands, **call.attributes, **extra)
+    except ValueError as error:
+        raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    outputs = [value if want else None for value, want in zip(results, call.wanted, strict=True)]
+    if failures:
+        return [v if v is None or _depends(v, checked) else op.require(v, failures, what) for v in outputs]
+    return outputs
+
+
+def _depends(value: ir.Value, on: ir.Value) -> bool:
+    """Whether a recorded value is computed from another."""
+    seen: set[ir.Value] = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if value is on:
+            return True
+        node = value.producer()
+        if node is None or value in seen:
+            continue
+        seen.add(value)
+        graphs = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+        inner = (used for graph in graphs for used in graph.all_nodes())
+        waiting += [v for user in (node, *inner) for v in user.inputs if v is not None]
+    return False
+
+
+def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> ir.Function:
+    """The body as a model-local function, its overload a digest of its contents."""
+    operator = call.operator
+    op = Ops(opset, Names(slot.name for slot in (*operator.inputs, *operator.outputs)))
+    parameters = [
+        ir.Value(
+            name=slot.name,
+            type=value.type if value is not None else None,
+            shape=value.shape if value is not None else None,
+        )
+        for slot, value in zip(operator.inputs, inputs, strict=True)
+    ]
+    outputs = []
+    for slot, value in zip(operator.outputs, record_body(op, call, parameters), strict=True):
+        # A function's output must come from a node of it, and from one place only.
+        output = op.copy(value if value is not None else _nothing(op, slot.type, parameters, call))
+        output.name = slot.name
+        outputs.append(output)
+    graph = ir.Graph(parameters, outputs, nodes=op.nodes, opset_imports={"": opset})
+    for parameter in parameters:
+        # The same body serves every node; what is known of one node's inputs stays outside.
+        parameter.type = parameter.shape = None
+    function = ir.Function(operator.domain, operator.name, graph=graph, attributes=())
+    for node in function:
+        for output in node.outputs:
+            output.type = output.shape = None
+    for inner in function.graph.subgraphs():
+        for value in (*inner.inputs, *(value for node in inner for value in node.outputs)):
+            if value.type is None:
+                value.shape = None  # onnx-ir would warn that it cannot write it
+    digest = hashlib.sha256(ir.to_proto(function).SerializeToString(deterministic=True)).hexdigest()
+    function.overload = digest[:12]
+    return function
+
+
+def _nothing(op: Ops, type_: str, parameters: Sequence[ir.Value], call: Call) -> ir.Value:
+    """An empty tensor for an output that nobody reads."""
+    for slot, parameter in zip(call.operator.inputs, parameters, strict=True):
+        if slot.type == type_:
+            return op.CastLike(np.zeros(0, np.float32), parameter)
+    return op.constant(np.zeros(0, np.dtype(type_)))

@@ -1,0 +1,87 @@
+"""Types and shapes of values, as far as onnx's shape inference finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx
+import onnx_ir as ir
+
+from ortgrad.errors import ModelError
+from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
+from ortgrad.graph.pool_sizes import round_sizes_down
+from ortgrad.graph.serialization import is_known, to_proto
+from ortgrad.graph.traversal import subgraphs
+from ortgrad.operators.schema import with_schemas
+
+# Larger initializers say nothing about shapes, and onnx copies what it is given.
+_LARGEST_CONSTANT = 1000
+
+
+def infer_types(model: ir.Model) -> None:
+    """Write what can be inferred into the values of the model and its subgraphs."""
+    with _without_weights(model):
+        proto = to_proto(model)
+        lengths = hide_lengths(proto)
+        round_sizes_down(proto.graph)
+        try:
+            inferred = with_schemas(
+                onnx.shape_inference.infer_shapes,
+                proto,
+                check_type=False,
+                strict_mode=False,
+                data_prop=True,
+            )
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+            raise ModelError(f"onnx cannot infer the types of the model: {error}") from error
+    restore_lengths(inferred.graph, lengths)
+    _merge(model.graph, inferred.graph)
+
+
+@contextmanager
+def _without_weights(model: ir.Model) -> Iterator[None]:
+    """Have initializers that are large, or only defaults, be inputs for a while."""
+    graph, inputs = model.graph, list(model.graph.inputs)
+    large = []
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None:
+            continue
+        if value.is_graph_input():
+            # Something else may be fed.
+            large.append((name, value))
+        elif tensor.nbytes > _LARGEST_CONSTANT:
+            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+            large.append((name, value))
+    order = list(graph.initializers.items())
+    try:
+        for name, value in large:
+            del graph.initializers[name]
+            if not value.is_graph_input():
+                graph.inputs.append(value)
+        yield
+    finally:
+        graph.inputs[:] = inputs
+        graph.initializers.clear()
+        graph.initializers.update(order)
+
+
+def _merge(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
+    found = {info.name: info.type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
+    for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+        if value.name in found and is_known(found[value.name]):
+            _apply(value, found[value.name])
+    for node, proto in zip(graph, inferred.node, strict=True):
+        inner = [g for a in proto.attribute for g in ([a.g] if a.HasField("g") else a.graphs)]
+        for subgraph, inferred_subgraph in zip(subgraphs(node), inner, strict=True):
+            _merge(subgraph, inferred_subgraph)
+
+
+def _apply(value: ir.Value, found: onnx.TypeProto) -> None:
+    type_ = ir.serde.deserialize_type_proto_for_type(found)
+    shape = ir.serde.deserialize_type_proto_for_shape(found)
+    if type_ is not None and type_ != value.type:
+        value.type = type_
+    if shape is not None and shape != value.shape:
+        value.shape = shape

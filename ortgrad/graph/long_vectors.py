@@ -1,0 +1,101 @@
+"""Keep the lengths of long integer vectors, and what they come from, from onnx's shape inference.
+
+It writes one dimension for every element of an integer vector of known length, in case that is a shape:
+minutes for some million elements, which a dozen bytes in a file can ask for.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx
+from onnx import AttributeProto, TensorProto
+
+from ortgrad.graph.protos import subgraphs
+from ortgrad.graph.validation import SIZE_MAKERS, made_elements, small_constants
+
+# Longer than any shape, and short enough not to be noticed.
+LONGEST = 1 << 12
+# An axis of this length may become that of a vector, by way of Shape and Range.
+LONGEST_AXIS = 1 << 20
+_HIDDEN = "ortgrad.hidden"
+_INTEGERS = (TensorProto.INT64, TensorProto.INT32)
+# How many numbers say the shape of a vector.
+_OF_VECTOR = {"ConstantOfShape": 1, "Expand": 1, "Reshape": 1, "Tile": 1, "Range": 1, "Pad": 2}
+
+
+# Lengths by the names of values and by axes.
+Lengths = dict[str, dict[int, int]]
+
+
+def hide_lengths(model: onnx.ModelProto) -> Lengths:
+    """Make the lengths unknown in the model; returns them."""
+    lengths: Lengths = {}
+    if _hide(model.graph, lengths):
+        model.opset_import.add(domain=_HIDDEN, version=1)
+    return lengths
+
+
+def restore_lengths(graph: onnx.GraphProto, lengths: Lengths) -> None:
+    """Write the lengths into the types of a graph and its subgraphs, where inference found no others."""
+    if not lengths:
+        return
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        dims = value.type.tensor_type.shape.dim
+        for axis, length in lengths.get(value.name, {}).items():
+            if axis < len(dims) and dims[axis].WhichOneof("value") is None:
+                dims[axis].dim_value = length
+    for node in graph.node:
+        for inner in subgraphs(node):
+            restore_lengths(inner, lengths)
+
+
+def _hide(graph: onnx.GraphProto, lengths: Lengths) -> bool:
+    """Returns whether nodes were hidden."""
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        longest = LONGEST if _is_vector(value) else LONGEST_AXIS
+        if value.type.WhichOneof("value") != "tensor_type":
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value > longest:
+                lengths.setdefault(value.name, {})[axis] = dim.dim_value
+                dim.ClearField("dim_value")
+    hidden = False
+    makers = [n for n in graph.node if n.op_type in _OF_VECTOR and n.domain in ("", "ai.onnx")]
+    constants = small_constants(graph) if makers else {}
+    elements = _element_types(graph) if makers else {}
+    for node in makers:
+        operand = node.input[SIZE_MAKERS[node.op_type]]
+        count = made_elements(node, constants)
+        element = _value_type(node) if node.op_type == "ConstantOfShape" else elements.get(node.input[0])
+        vector = len(constants.get(operand, ())) == _OF_VECTOR[node.op_type]
+        if count is not None and count > LONGEST and vector and element in _INTEGERS:
+            if node.op_type not in ("Tile", "Pad"):
+                lengths[node.output[0]] = {0: math.ceil(count)}
+            shape = [None] if node.op_type != "Expand" else None
+            graph.value_info.append(onnx.helper.make_tensor_value_info(node.output[0], element, shape))
+            node.domain, hidden = _HIDDEN, True
+    for node in graph.node:
+        for inner in subgraphs(node):
+            hidden = _hide(inner, lengths) or hidden
+    return hidden
+
+
+def _is_vector(value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    return tensor.elem_type in _INTEGERS and len(tensor.shape.dim) == 1
+
+
+def _value_type(node: onnx.NodeProto) -> int:
+    return next((a.t.data_type for a in node.attribute if a.name == "value"), TensorProto.FLOAT)
+
+
+def _element_types(graph: onnx.GraphProto) -> dict[str, int]:
+    """The element types of what is constant."""
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            for attribute in node.attribute:
+                whole = attribute.type in (AttributeProto.INT, AttributeProto.INTS)
+                types[node.output[0]] = TensorProto.INT64 if whole else attribute.t.data_type
+    return types

@@ -1,0 +1,310 @@
+"""Bodies in standard ONNX operators: the `op` they are written with, and what is made of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortgrad.errors import NodeError
+from ortgrad.graph.names import Names
+from ortgrad.operators.assertions import REQUIRES
+from ortgrad.operators.declaration import Operator, find_anywhere, find_operator
+
+# The bodies use these operators as they are from this opset on (reductions with axes as an input,
+# ScatterElements with reduction, Pad with axes); older models are converted up to it.
+MINIMUM_OPSET = 18
+
+
+RANDOM = frozenset(
+    [
+        "Bernoulli",
+        "Dropout",
+        "Multinomial",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+    ]
+)
+
+
+class Ops(ir.tape.Tape):
+    """Records nodes: `op.Mul(x, y)`, `op.Conv(x, w, pads=[1, 1])`, `op.TopK(x, k, _outputs=2)`.
+
+    The same operator on the same operands is recorded once.
+
+    Among the operands, None is an absent input, a float is a constant of the element type of the
+    first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
+    """
+
+    def __init__(self, opset: int, names: Names | None = None, scope: str = "") -> None:
+        super().__init__()
+        self.opset = opset
+        # Where the names come from; those of a model if the nodes are for one.
+        self.names = Names() if names is None else names
+        # Put before the names, to tell people what the nodes belong to.
+        self.scope = scope
+        # Whether `require` compares anything, and the node and operator for which it does.
+        self.checked = False
+        self.label = ""
+        self._recorded: dict[Any, Any] = {}
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        return functools.partial(self._record, op_type)
+
+    def _record(
+        self, op_type: str, *operands: Any, _outputs: int = 1, _domain: str = "", **attributes: Any
+    ) -> Any:
+        # In a body whose types nobody knows, a condition is not seen to be one.
+        typed = operands[1:] if op_type == "Where" else operands
+        like = next((o for o in typed if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
+        inputs = [self._operand(o, like) for o in operands]
+        if op_type == "CastLike" and inputs[1] is not None and inputs[1].dtype is not None:
+            # onnxruntime has no kernel for it, and warns where it would fold constants.
+            return self._record("Cast", inputs[0], to=int(inputs[1].dtype))
+        attributes = {k: v for k, v in attributes.items() if v is not None}
+        key = (op_type, _domain, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
+        if key in self._recorded:
+            return self._recorded[key]
+        gradient = _declared(op_type, _domain)
+        domain = gradient.domain if gradient else _domain
+        outputs = self.add(op_type, inputs, attributes, outputs=_outputs, domain=domain)
+        elements = self._element_types(op_type, gradient, inputs, attributes, _outputs)
+        for output, element in zip(outputs, elements, strict=False):
+            if element is not None:
+                output.type = ir.TensorType(element)
+        result = outputs[0] if _outputs == 1 else outputs
+        if op_type not in RANDOM and not any(isinstance(a, ir.Graph) for a in attributes.values()):
+            self._recorded[key] = result
+        return result
+
+    def add(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        outputs: int = 1,
+        domain: str = "",
+    ) -> Sequence[ir.Value]:
+        """Record a node as it is; its name and those of its outputs are like no others."""
+        name = self.name(op_type)
+        values = self.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, domain=domain, name=name)
+        for i, value in enumerate(values):
+            value.name = name if outputs == 1 else self.names.fresh(f"{name}.{i}")
+        return values
+
+    def name(self, name: str) -> str:
+        """A name for something that belongs to what is recorded."""
+        return self.names.fresh(f"{self.scope}/{name}" if self.scope else name)
+
+    def _operand(self, operand: Any, like: ir.Value | None) -> ir.Value | None:
+        if operand is None or isinstance(operand, ir.Value):
+            return operand
+        if isinstance(operand, float):
+            if like is None:
+                raise TypeError("a number needs a tensor operand beside it that gives its type")
+            return self.number(operand, like)
+        if isinstance(operand, np.ndarray | np.generic):
+            return self.constant(np.asarray(operand))
+        return self.constant(np.array(operand, np.int64))
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        """A constant tensor; equal ones are recorded once."""
+        key = (array.dtype.name, array.shape, array.tobytes())
+        if key not in self._recorded:
+            (value,) = self.add("Constant", [], {"value": ir.tensor(array)})
+            value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            value.shape = ir.Shape(array.shape)
+            self._recorded[key] = value
+        return self._recorded[key]
+
+    def number(self, value: float, like: ir.Value) -> ir.Value:
+        """A scalar of the element type of `like`."""
+        if like.dtype is not None:
+            return self.constant(np.array(value, like.dtype.numpy()))
+        return self.CastLike(np.array(value, np.float64), like)
+
+    def copy(self, value: ir.Value) -> ir.Value:
+        """The value under a name of its own, for an output."""
+        (copied,) = self.add("Identity", [value])
+        copied.type, copied.shape = value.type, value.shape
+        return copied
+
+    def shape(self, value: ir.Value) -> ir.Value:
+        """The shape as an int64 vector: a constant if it is known, else computed."""
+        if value.shape is not None and value.shape.is_static():
+            return self.constant(np.array(value.shape.numpy(), np.int64))
+        return self.Shape(value)
+
+    def full_like(self, value: ir.Value, number: float) -> ir.Value:
+        """A tensor of the shape and element type of `value`, filled with a number."""
+        return self.Expand(self.number(number, value), self.shape(value))
+
+    def rank(self, value: ir.Value) -> int:
+        """The number of dimensions, which must be known when the body is made."""
+        if value.shape is None:
+            raise NodeError(
+                f"the number of dimensions of {value.name!r} is not known; declare its shape "
+                "(symbolic dimensions will do) or give kernel_shape"
+            )
+        return len(value.shape)
+
+    def Pad(  # noqa: N802
+        self,
+        value: ir.Value,
+        pads: Any,
+        constant: Any = None,
+        axes: Any = None,
+        *,
+        rank: int | None = None,
+        mode: str | None = None,
+    ) -> ir.Value:
+        """Pad along some axes. `rank` is the value's number of dimensions, if that is known.
+
+        The node is written for all axes: onnxruntime reorders `pads` when it moves a Transpose past a Pad,
+        but not `axes`.
+        """
+        if axes is not None:
+            if rank is None and value.shape is not None:
+                rank = len(value.shape)
+            pads = self._all_pads(value, self._operand(pads, None), self._operand(axes, None), rank)
+        padded: ir.Value = self._record("Pad", value, pads, constant, mode=mode)
+        return padded
+
+    def _all_pads(self, value: ir.Value, pads: Any, axes: Any, rank: int | None) -> ir.Value:
+        """The pads of all axes, from those of some."""
+        known = ir.convenience.get_const_tensor(axes)
+        if known is None or rank is None or axes.is_graph_input():
+            axes = self.Cast(axes, to=ir.DataType.INT64)
+            count = self.Shape(self.Shape(value)) if rank is None else self.constant(np.array([rank]))
+            axes = self.Where(self.Less(axes, 0), self.Add(axes, count), axes)
+            places = self.Concat(axes, self.Add(axes, count), axis=0)
+            zeros = self.Expand(0, self.Mul(count, 2))
+            scattered: ir.Value = self.ScatterElements(zeros, places, pads, axis=0)
+            return scattered
+        order = [int(axis) % rank for axis in known.numpy()]
+        given = ir.convenience.get_const_tensor(pads)
+        if given is not None and not pads.is_graph_input():
+            full = np.zeros((2, rank), np.int64)
+            full[:, order] = given.numpy().reshape(2, -1)
+            return self.constant(full.reshape(-1))
+        # The last element is the 0 of all other axes.
+        places = np.full((2, rank), 2 * len(order))
+        places[:, order] = np.arange(2 * len(order)).reshape(2, -1)
+        gathered: ir.Value = self.Gather(self.Concat(pads, [0], axis=0), places.reshape(-1))
+        return gathered
+
+    def require(self, value: ir.Value, failures: Sequence[ir.Value], what: str) -> ir.Value:
+        """The value; where calls are checked, running is an error if there is anything but 0 in `failures`.
+
+        onnxruntime's error shows the name of the node, which says what is required. None of this moves data:
+        an empty vector, which nothing but zeros can be reshaped to, is appended to the shape of the value.
+        """
+        if not (self.checked and failures):
+            return value
+        nothing = []
+        for failure in failures:
+            empty = self.Reshape(self.NonZero(failure), [0], allowzero=1)
+            nothing.append(self.saying(empty, what))
+        result: ir.Value = self.Reshape(value, self.Concat(self.Shape(value), *nothing, axis=0), allowzero=1)
+        result.type, result.shape = value.type, value.shape
+        return result
+
+    def require_shape(self, value: ir.Value, like: ir.Value, what: str) -> ir.Value:
+        """The value; where calls are checked, running is an error if it has another shape than `like`."""
+        if not self.checked:
+            return value
+        shape = self.Shape(like)
+        # Sub would broadcast a vector of one element.
+        own = self.saying(self.Reshape(self.Shape(value), self.Shape(shape), allowzero=1), what)
+        return self.require(value, [self.Sub(own, shape)], what)
+
+    def saying(self, value: ir.Value, what: str) -> ir.Value:
+        """The value, with a name that tells what is required if the node that makes it fails."""
+        node = value.producer()
+        if node is not None and REQUIRES not in (value.name or ""):
+            node.name = value.name = f"{value.name}: {self.label}{REQUIRES}{what}"
+        return value
+
+    def subgraph(
+        self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
+    ) -> ir.Graph:
+        """A graph for Scan, Loop or If: `build(op, *inputs)` records it and returns its outputs."""
+        inner = self.inside(name)
+        # An output of a graph must come from a node of it, and from one place only.
+        outputs = [inner.copy(value) for value in build(inner, *inputs)]
+        return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
+
+    def inside(self, name: str) -> Ops:
+        """For the nodes of a subgraph."""
+        return Ops(self.opset, self.names, f"{self.scope}/{name}" if self.scope else name)
+
+    def _element_types(
+        self,
+        op_type: str,
+        gradient: Operator | None,
+        inputs: Sequence[ir.Value | None],
+        attributes: dict[str, Any],
+        count: int,
+    ) -> Sequence[ir.DataType | None]:
+        if op_type == "Cast":
+            return [ir.DataType(attributes["to"])]
+        body = attributes.get("body")
+        if isinstance(body, ir.Graph):
+            # Of Loop and Scan; what the other outputs of a Loop's body follow is its condition.
+            return [value.dtype for value in body.outputs[-count:]]
+        if gradient is not None:
+            types = [slot.type for slot in gradient.inputs]
+            return [
+                _dtype(inputs, types.index(slot.type)) if slot.type in types else None
+                for slot in gradient.outputs
+            ]
+        return [
+            # DataType is an int too.
+            element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)
+            for element in _output_types(op_type, self.opset, count)
+        ]
+
+
+def _declared(op_type: str, domain: str) -> Operator | None:
+    """The declared operator that a name means; of those from outside only one that ONNX has not."""
+    if domain:
+        return find_operator(op_type, domain)
+    own = find_operator(op_type)
+    return own if own or onnx.defs.has(op_type) else find_anywhere(op_type)
+
+
+def _dtype(inputs: Sequence[ir.Value | None], index: int) -> ir.DataType | None:
+    value = inputs[index] if index < len(inputs) else None
+    return value.dtype if value is not None else None
+
+
+@functools.cache
+def _output_types(op_type: str, opset: int, count: int) -> Sequence[ir.DataType | int | None]:
+    """For each output of a standard operator: its element type, the input it shares it with, or None."""
+    if not onnx.defs.has(op_type, opset):
+        return []
+    schema = onnx.defs.get_schema(op_type, opset)
+    sources: dict[str, int] = {}
+    for i, parameter in enumerate(schema.inputs):
+        sources.setdefault(parameter.type_str, i)
+    fixed: dict[str, ir.DataType | None] = {
+        "tensor(int64)": ir.DataType.INT64,
+        "tensor(bool)": ir.DataType.BOOL,
+    }
+    for constraint in schema.type_constraints:
+        if len(constraint.allowed_type_strs) == 1:
+            fixed[constraint.type_param_str] = fixed.get(constraint.allowed_type_strs[0])
+    found = [sources.get(p.type_str, fixed.get(p.type_str)) for p in schema.outputs]
+    last = schema.outputs[-1]
+    if last.option == onnx.defs.OpSchema.FormalParameterOption.Variadic and last.is_homogeneous:
+        found += found[-1:] * (count - len(found))
+    return found

@@ -1,0 +1,121 @@
+"""From a ModelProto to onnx-ir, where the passes work, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from ortgrad.errors import ModelError
+from ortgrad.graph.loading import one_line, with_dense_initializers
+from ortgrad.operators.declaration import DOMAIN
+
+# Function overloads came with this version; the oldest onnxruntime that is supported reads it.
+IR_VERSION = 10
+# Before this version every initializer is an input too, and onnxruntime takes no values for it.
+FIRST_WITH_CONSTANTS = 4
+
+
+def read(source: onnx.ModelProto) -> ir.Model:
+    """The model in onnx-ir, in a current IR version. Weights are not copied."""
+    try:
+        model = from_proto(with_dense_initializers(source))
+    except ir.serde.SerdeError as error:
+        raise ModelError(f"the model cannot be read: {_reason(error)}") from error
+    if model.ir_version < FIRST_WITH_CONSTANTS:
+        for value in [value for value in model.graph.inputs if value.is_initializer()]:
+            model.graph.inputs.remove(value)
+    model.ir_version = max(model.ir_version, IR_VERSION)
+    _open_negative_sizes(model)
+    _own_names(model)
+    return model
+
+
+def _open_negative_sizes(model: ir.Model) -> None:
+    """Exporters write -1 for a size that is not known: onnxruntime reads it so, onnx computes with it."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+                dims = [None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape]
+                value.shape = ir.Shape(dims)
+
+
+def _own_names(model: ir.Model) -> None:
+    """Tensors that onnx-ir has read are the caller's: who renames a value would rename it there too."""
+    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
+    for graph in (*model.graphs(), *bodies):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                value.const_value = _with_own_name(value.const_value)
+        for node in graph:
+            tensor = node.attributes.get("value") if node.op_type == "Constant" else None
+            if tensor is not None and not tensor.is_ref():
+                node.attributes["value"] = ir.AttrTensor("value", _with_own_name(tensor.as_tensor()))
+
+
+def _with_own_name(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    # What onnx-ir makes of external data and text has a name of its own.
+    if not isinstance(tensor, ir.TensorProtoTensor) or tensor.dtype == ir.DataType.STRING:
+        return tensor
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, tensor.shape, name=tensor.name)
+
+
+def write(model: ir.Model, source: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as a ModelProto that loads with the op library registered as well as without it.
+
+    `source` is what was read; types that onnx-ir knows nothing of are taken from there.
+    """
+    # See imports_domain in ortgrad.graph.loading.
+    model.opset_imports.setdefault(DOMAIN, 1)
+    written = to_proto(model)
+    foreign = {v.name: v.type for v in (*source.graph.input, *source.graph.output) if not is_known(v.type)}
+    for value in (*written.graph.input, *written.graph.output):
+        if value.name in foreign:
+            value.type.CopyFrom(foreign[value.name])
+    return written
+
+
+def _reason(error: BaseException) -> str:
+    """What is behind an error of onnx-ir's, which itself shows the whole model."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return one_line(error)
+
+
+def from_proto(source: onnx.ModelProto) -> ir.Model:
+    """The model in onnx-ir, without types that it cannot hold, such as the maps of ZipMap."""
+    if not all(is_known(value.type) for value in _values(source.graph)):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(source)
+        source = copy
+        for value in _values(source.graph):
+            if not is_known(value.type):
+                value.ClearField("type")
+    return ir.from_proto(source)
+
+
+def is_known(type_: onnx.TypeProto) -> bool:
+    """Whether onnx-ir can hold a type."""
+    kind = type_.WhichOneof("value")
+    if kind in ("sequence_type", "optional_type"):
+        return is_known(getattr(type_, kind).elem_type)
+    return kind in (None, "tensor_type", "sparse_tensor_type")
+
+
+def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    yield from (*graph.input, *graph.output, *graph.value_info)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _values(inner)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as onnx-ir writes it. Shapes of values without a type, which it cannot write, are dropped."""
+    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
+    for graph in (*model.graphs(), *bodies):
+        for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+            if value.type is None:
+                value.shape = None
+    return ir.to_proto(model)

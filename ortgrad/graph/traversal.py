@@ -1,0 +1,44 @@
+"""Walking over graphs in onnx-ir."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+
+
+def dependencies(node: ir.Node) -> list[ir.Value]:
+    """The values that a node reads, those that its subgraphs capture included."""
+    found = [value for value in node.inputs if value is not None]
+    for graph in subgraphs(node):
+        found += captured_values(graph)
+    return found
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The graphs in a node's attributes."""
+    graphs: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs += attribute.as_graphs()
+    return graphs
+
+
+def captured_values(graph: ir.Graph) -> list[ir.Value]:
+    """What the nodes of a subgraph (and its outputs) read from outside of it."""
+    own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+    found: dict[ir.Value, None] = {}
+    for node in graph:
+        found.update((value, None) for value in dependencies(node) if value not in own)
+        own.update(node.outputs)
+    found.update((value, None) for value in graph.outputs if value not in own)
+    return list(found)
+
+
+def values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
+    """The values of a graph, without those in its subgraphs."""
+    values = [*graph.inputs, *graph.initializers.values()]
+    values += [output for node in graph for output in node.outputs]
+    return {value.name: value for value in values if value.name}

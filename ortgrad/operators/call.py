@@ -1,0 +1,91 @@
+"""What one node tells its Python kernel, as the JSON text of a single string attribute.
+
+onnxruntime-extensions passes attributes only as int, float (with 6 digits) or string, and every
+input and output must be named; so the exact attributes, which optional inputs are real and
+which outputs somebody reads travel together in one string.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ortgrad.errors import NodeError
+from ortgrad.operators.contract import Contract
+from ortgrad.operators.declaration import Operator
+
+# An absent optional input is an empty tensor of this name and its element type.
+EMPTY_PREFIX = "ortgrad.empty."
+
+
+@dataclass(frozen=True)
+class Call:
+    """The contents of the attribute, checked against the operator's declaration."""
+
+    operator: Operator
+    node: str
+    attributes: dict[str, Any]
+    present: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    # Whether build_gradient_model made the node, so that shapes are right by construction.
+    built: bool = False
+
+    @functools.cached_property
+    def contract(self) -> Contract:
+        return self.operator.contract(self.attributes)
+
+    def to_json(self) -> str:
+        fields: dict[str, Any] = {
+            "node": self.node,
+            "attributes": {k: v for k, v in self.attributes.items() if v is not None},
+            "inputs": [int(flag) for flag in self.present],
+            "outputs": [int(flag) for flag in self.wanted],
+        }
+        if self.built:
+            fields["built"] = 1
+        return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_call(operator: Operator, text: str | bytes) -> Call:
+    """Read the attribute's text; raises NodeError if it is not what `to_json` writes."""
+    try:
+        fields = json.loads(text.decode() if isinstance(text, bytes) else text)
+        node, attributes = _field(fields, "node", str), _field(fields, "attributes", dict)
+        present, wanted = (
+            tuple(_flag(item) for item in _field(fields, name, list)) for name in ("inputs", "outputs")
+        )
+        built = _flag(fields.get("built", 0))
+        call = Call(operator, node, operator.complete(attributes), present, wanted, built)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise NodeError(
+            f"the attribute 'ortgrad' of a {operator.name} node cannot be read ({error}); "
+            "delete it and run the model through ortgrad.prepare again"
+        ) from error
+    if len(call.present) != len(operator.inputs) or len(call.wanted) != len(operator.outputs):
+        raise NodeError(
+            f"the attribute 'ortgrad' of {operator.name} node {call.node!r} speaks of "
+            f"{len(call.present)} inputs and {len(call.wanted)} outputs; "
+            f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
+        )
+    for slots, given, what in ((operator.inputs, present, "input"), (operator.outputs, wanted, "output")):
+        for slot, there in zip(slots, given, strict=True):
+            if not (there or slot.optional):
+                raise NodeError(
+                    f"{what} {slot.name} of {operator.name} node {call.node!r} is marked as absent"
+                )
+    return call
+
+
+def _field(fields: Any, name: str, type_: type) -> Any:
+    if not isinstance(fields, dict) or not isinstance(fields.get(name), type_):
+        raise ValueError(f"there is no {type_.__name__} {name!r} in it")
+    return fields[name]
+
+
+def _flag(item: Any) -> bool:
+    if item not in (0, 1) or not isinstance(item, int):
+        raise ValueError(f"{item!r} is neither 0 nor 1")
+    return bool(item)

@@ -1,0 +1,320 @@
+"""One declaration per gradient operator: contract, NumPy kernel and body in standard ONNX.
+
+    @operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims={"dY": "*S", "Y": "*S"})
+    def tanh_grad(dy, y):
+        \"\"\"dX = dY * (1 - Y^2)\"\"\"
+
+    @tanh_grad.onnx
+    def _(op, dy, y): ...
+
+Everything else (onnx schema, Python custom operator, node builder, docs) is derived from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ortgrad.errors import NodeError, RegistrationError
+from ortgrad.operators.contract import Contract, Dims
+
+DOMAIN = "com.microsoft"
+# The string attribute that carries what a Python kernel needs (see ortgrad.call).
+CALL_ATTRIBUTE = "ortgrad"
+# Tells which of an operator's bodies in the model is the node's (see ortgrad.passes.attach).
+BODY_ATTRIBUTE = "ortgrad_body"
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+INTEGERS = ("int64", "int32")
+# What onnxruntime-extensions hands to Python; the other types run through the body.
+PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
+
+Shape = tuple["int | str | None", ...]
+Kernel = Callable[..., Any]
+# empty(i, shape): an array without values for output i, in the memory where the output belongs.
+Empty = Callable[[int, Sequence[int]], np.ndarray]
+Way = Literal["python", "onnx"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One input or output. `type` is a type variable such as "T" or an element type."""
+
+    name: str
+    type: str
+    optional: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Slot:
+        """Read "dY", "B?" (optional) or "SL?: int32"; the type is "T" if none is written."""
+        name, _, type_ = (part.strip() for part in text.partition(":"))
+        return cls(name.removesuffix("?"), type_ or "T", name.endswith("?"))
+
+
+class Choice:
+    """A string attribute with a closed set of values; the first one is the default."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = values
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """Type, default and allowed values of one attribute. A default of None means "may be absent"."""
+
+    name: str
+    type: type  # int, float or str
+    is_list: bool
+    default: Any = None
+    choices: tuple[str, ...] = ()
+
+    @classmethod
+    def declare(cls, name: str, spec: Any) -> Attribute:
+        """`spec` is a default value, a type (`float`, `list[int]`: no default) or a Choice."""
+        if isinstance(spec, Choice):
+            return cls(name, str, False, spec.values[0], spec.values)
+        if isinstance(spec, type) and spec in (int, float, str):
+            return cls(name, spec, False)
+        if getattr(spec, "__origin__", None) is list:
+            return cls(name, spec.__args__[0], True)
+        return cls(name, type(spec), False, spec)
+
+    def convert(self, value: Any) -> Any:
+        """The value as plain Python data; raises NodeError if it does not fit."""
+        if self.is_list:
+            if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
+                raise NodeError(
+                    f"attribute {self.name!r} takes a list of {self.type.__name__}, got {value!r}"
+                )
+            return [self._scalar(item) for item in value]
+        return self._scalar(value)
+
+    def _scalar(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            value = value.decode()
+        fits = (
+            isinstance(value, str)
+            if self.type is str
+            else isinstance(value, (int, np.integer))
+            if self.type is int
+            else isinstance(value, (int, float, np.integer, np.floating))
+        )
+        if not fits:
+            raise NodeError(f"attribute {self.name!r} takes {self.type.__name__}, got {value!r}")
+        if self.choices and value not in self.choices:
+            raise NodeError(
+                f"attribute {self.name!r} is {value!r}; it must be one of {', '.join(self.choices)}"
+            )
+        value = self.type(value)
+        if self.type is float and not math.isfinite(value):
+            raise NodeError(f"attribute {self.name!r} must be finite, got {value!r}")
+        return value
+
+
+class Operand(NamedTuple):
+    """What a shape function sees of an input: its shape and, for a known int64 tensor, its value."""
+
+    shape: Shape | None
+    value: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Concrete element types for every input and output of an operator."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Operator:
+    """A gradient operator; made by the `operator` decorator."""
+
+    name: str
+    domain: str
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    attributes: dict[str, Attribute]
+    types: dict[str, tuple[str, ...]]
+    kernel: Kernel
+    shapes: Callable[..., Sequence[Shape | None]]
+    auto: Way | Callable[..., Way]
+    builder_name: str  # of the node builder in ortgrad.nodes, e.g. conv_grad
+    doc: str
+    dims: Dims
+    forward_attributes: frozenset[str] = frozenset()
+    body: Callable[..., Any] | None = None
+
+    @property
+    def has_optional_outputs(self) -> bool:
+        return any(slot.optional for slot in self.outputs)
+
+    def takes_floats(self, i: int) -> bool:
+        """Whether the i-th input is a tensor of floating-point numbers."""
+        return "float32" in self.types.get(self.inputs[i].type, ())
+
+    def onnx(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare the body in standard ONNX operators (see ortgrad.graph.recorder for `op`)."""
+        if self.body is not None:
+            raise RegistrationError(f"{self.name} has a body in standard ONNX already")
+        self.body = body
+        return body
+
+    def __call__(self, *arrays: np.ndarray | None, **attributes: Any) -> Any:
+        """Run the NumPy kernel, all outputs wanted."""
+        inputs = [None if a is None else np.asarray(a, order="C") for a in arrays]
+        inputs += [None] * (len(self.inputs) - len(inputs))
+        bound = {s.type: a.dtype for s, a in zip(self.inputs, inputs, strict=True) if a is not None}
+
+        def empty(i: int, shape: Sequence[int]) -> np.ndarray:
+            type_ = self.outputs[i].type
+            return np.empty(shape, bound.get(type_, type_))
+
+        completed = self.complete(attributes)
+        self.contract(completed).check_arrays(inputs)
+        return self.compute(inputs, completed, (True,) * len(self.outputs), empty)
+
+    def contract(self, attributes: Mapping[str, Any]) -> Contract:
+        """What the shapes of the inputs must satisfy with these attributes, all of them given."""
+        names = [slot.name for slot in self.inputs]
+        return (
+            Contract(names, self.dims(**attributes), attributes)
+            if callable(self.dims)
+            else Contract(names, self.dims, {})
+        )
+
+    def compute(
+        self,
+        arrays: Sequence[np.ndarray | None],
+        attributes: Mapping[str, Any],
+        wanted: Sequence[bool],
+        empty: Empty,
+    ) -> Any:
+        """Run the NumPy kernel."""
+        extra: dict[str, Any] = {"wanted": tuple(wanted)} if self.has_optional_outputs else {}
+        if _takes_empty(self.kernel):
+            extra["empty"] = empty
+        return self.kernel(*arrays, **attributes, **extra)
+
+    def complete(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """All attributes by name, defaults filled in; raises NodeError for what does not fit."""
+        unknown = sorted(set(attributes) - set(self.attributes) - {CALL_ATTRIBUTE, BODY_ATTRIBUTE})
+        if unknown:
+            known = ", ".join(self.attributes) or "none"
+            raise NodeError(f"{self.name} has no attribute {unknown[0]!r} (it has: {known})")
+        result = {}
+        for name, attribute in self.attributes.items():
+            value = attributes.get(name)
+            result[name] = attribute.default if value is None else attribute.convert(value)
+        return result
+
+    def variants(self) -> Iterator[Variant]:
+        """The combinations of element types for which there is a Python operator."""
+        names = list(self.types)
+        choices = [[t for t in self.types[n] if t in PYTHON_TYPES] for n in names]
+        for combination in product(*choices):
+            bound = dict(zip(names, combination, strict=True))
+            yield Variant(
+                tuple(bound.get(slot.type, slot.type) for slot in self.inputs),
+                tuple(bound.get(slot.type, slot.type) for slot in self.outputs),
+            )
+
+
+_operators: dict[tuple[str, str], Operator] = {}
+
+
+def operator(
+    name: str,
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    shapes: str | Callable[..., Sequence[Shape | None]],
+    dims: Dims | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    types: Mapping[str, Sequence[str]] | None = None,
+    auto: Way | Callable[..., Way] = "onnx",
+    forward_attributes: Sequence[str] = (),
+    domain: str = DOMAIN,
+) -> Callable[[Kernel], Operator]:
+    """Declare a gradient operator; the decorated function is its NumPy kernel.
+
+    The kernel gets one array per input (None for an absent one), the attributes as keywords, and
+    `wanted` if an output is optional; it returns one array per output (None for an unwanted one).
+    The arrays are onnxruntime's own memory: a kernel can neither write into them nor keep them. One
+    with a keyword `empty` gets a function for its results that saves a copy: `empty(i, shape)` is an
+    array without values for output i.
+
+    `shapes` names the input whose shape the only output has, or is a function of one Operand per input
+    (None for an absent one) and the attributes that returns one shape per output. `dims` says what the
+    shapes of the inputs must satisfy, as patterns (see ortgrad.operators.contract) or as a function of the
+    attributes that returns them. A kernel sees no others; what patterns cannot say, it checks itself, and
+    the body does so with `op.require`. `auto` says which way was measured faster, or is a function of the
+    arguments of `shapes` that does. `forward_attributes` are those of the forward operator that
+    onnxruntime-training copies onto the node although they say nothing there.
+    """
+    key = (domain, name)
+    if key in _operators:
+        raise RegistrationError(f"operator {domain}::{name} is declared already")
+    slots = tuple(Slot.parse(text) for text in inputs)
+    shape_function = _like([s.name for s in slots].index(shapes)) if isinstance(shapes, str) else shapes
+
+    def declare(kernel: Kernel) -> Operator:
+        from ortgrad.operators.schema import check_schema
+
+        op = Operator(
+            name=name,
+            domain=domain,
+            inputs=slots,
+            outputs=tuple(Slot.parse(text) for text in outputs),
+            attributes={k: Attribute.declare(k, v) for k, v in (attributes or {}).items()},
+            types={k: tuple(v) for k, v in (types or {"T": FLOATS}).items()},
+            kernel=kernel,
+            shapes=shape_function,
+            auto=auto,
+            builder_name=kernel.__name__,
+            doc=inspect.cleandoc(kernel.__doc__ or ""),
+            dims=dims or {},
+            forward_attributes=frozenset(forward_attributes),
+        )
+        if any(op.builder_name == other.builder_name for other in _operators.values()):
+            raise RegistrationError(f"there is a kernel named {op.builder_name!r} already")
+        check_schema(op)
+        _operators[key] = op
+        return op
+
+    return declare
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_empty(kernel: Kernel) -> bool:
+    return "empty" in inspect.signature(kernel).parameters
+
+
+def _like(index: int) -> Callable[..., Sequence[Shape | None]]:
+    def shapes(*operands: Operand | None, **_: Any) -> Sequence[Shape | None]:
+        operand = operands[index]
+        return [None if operand is None else operand.shape]
+
+    return shapes
+
+
+def find_operator(name: str, domain: str = DOMAIN) -> Operator | None:
+    """The operator of that name, or None."""
+    return _operators.get((domain, name))
+
+
+def find_anywhere(name: str) -> Operator | None:
+    """The first operator of that name in any domain, or None."""
+    return next((operator for operator in _operators.values() if operator.name == name), None)
+
+
+def all_operators() -> tuple[Operator, ...]:
+    """Every declared operator, in the order of declaration."""
+    return tuple(_operators.values())

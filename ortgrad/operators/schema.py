@@ -1,0 +1,209 @@
+"""The onnx schema of an operator, so that onnx's shape inference understands it.
+
+onnx has one table of schemas for the whole process, which other packages list and make classes of. So ours
+are in it only while a function of onnx's runs for us.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ortgrad.errors import NodeError, RegistrationError
+from ortgrad.operators.call import Call, parse_call
+from ortgrad.operators.declaration import (
+    BODY_ATTRIBUTE,
+    CALL_ATTRIBUTE,
+    Attribute,
+    Operand,
+    Operator,
+    Shape,
+    Slot,
+    all_operators,
+)
+from ortgrad.threads import call_elsewhere
+
+Result = TypeVar("Result")
+
+_ELEMENT_TYPES = {
+    "float32": "tensor(float)",
+    "float64": "tensor(double)",
+    "float16": "tensor(float16)",
+    "bfloat16": "tensor(bfloat16)",
+    "int32": "tensor(int32)",
+    "int64": "tensor(int64)",
+    "bool": "tensor(bool)",
+}
+_ATTRIBUTE_TYPES = {
+    (int, False): onnx.defs.OpSchema.AttrType.INT,
+    (float, False): onnx.defs.OpSchema.AttrType.FLOAT,
+    (str, False): onnx.defs.OpSchema.AttrType.STRING,
+    (int, True): onnx.defs.OpSchema.AttrType.INTS,
+    (float, True): onnx.defs.OpSchema.AttrType.FLOATS,
+    (str, True): onnx.defs.OpSchema.AttrType.STRINGS,
+}
+
+
+_lock = threading.Lock()
+_users = 0
+_registered: list[Operator] = []
+
+
+def check_schema(operator: Operator) -> None:
+    """Raise RegistrationError if onnx knows an operator of that name, or its declaration makes no schema."""
+    if operator not in _registered and onnx.defs.has(operator.name, operator.domain):
+        raise RegistrationError(
+            f"onnx knows a schema {operator.domain}::{operator.name} already, from elsewhere"
+        )
+    make_schema(operator)
+
+
+@contextmanager
+def schemas_known() -> Iterator[None]:
+    """Have the schemas of all declared operators in `onnx.defs`. Threads share them, and it can be nested."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for operator in all_operators():
+                # One that somebody else has registered meanwhile is theirs.
+                if not onnx.defs.has(operator.name, operator.domain):
+                    onnx.defs.register_schema(make_schema(operator))
+                    _registered.append(operator)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                while _registered:
+                    operator = _registered.pop()
+                    onnx.defs.deregister_schema(operator.name, 1, operator.domain)
+
+
+def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function of onnx's while it knows our schemas.
+
+    It calls `_infer` back. If Ctrl-C arrived there, the conversions of onnx's Python binding would make a
+    TypeError of it, so this happens on another thread.
+    """
+
+    def call() -> Result:
+        with schemas_known():
+            return function(*args, **kwargs)
+
+    return call_elsewhere(call)
+
+
+@functools.cache
+def make_schema(operator: Operator) -> onnx.defs.OpSchema:
+    """The schema that follows from the operator's declaration."""
+    schema = onnx.defs.OpSchema(
+        operator.name,
+        operator.domain,
+        1,
+        doc=operator.doc,
+        inputs=[_parameter(slot) for slot in operator.inputs],
+        outputs=[_parameter(slot) for slot in operator.outputs],
+        type_constraints=[
+            (name, [_ELEMENT_TYPES[t] for t in types], "") for name, types in operator.types.items()
+        ],
+        attributes=[
+            *(_attribute(attribute) for attribute in operator.attributes.values()),
+            onnx.defs.OpSchema.Attribute(
+                CALL_ATTRIBUTE,
+                onnx.defs.OpSchema.AttrType.STRING,
+                "what the Python kernel needs, as JSON",
+                required=False,
+            ),
+            onnx.defs.OpSchema.Attribute(
+                BODY_ATTRIBUTE,
+                onnx.defs.OpSchema.AttrType.INTS,
+                "as many zeros as tell the node's function from others of the same name",
+                required=False,
+            ),
+        ],
+    )
+    schema.set_type_and_shape_inference_function(functools.partial(_infer, operator))
+    return schema
+
+
+def _parameter(slot: Slot) -> onnx.defs.OpSchema.FormalParameter:
+    options = onnx.defs.OpSchema.FormalParameterOption
+    return onnx.defs.OpSchema.FormalParameter(
+        slot.name,
+        _ELEMENT_TYPES.get(slot.type, slot.type),
+        param_option=options.Optional if slot.optional else options.Single,
+    )
+
+
+def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:
+    if attribute.default is not None:
+        return onnx.defs.OpSchema.Attribute(
+            attribute.name, helper.make_attribute(attribute.name, attribute.default)
+        )
+    return onnx.defs.OpSchema.Attribute(
+        attribute.name, _ATTRIBUTE_TYPES[attribute.type, attribute.is_list], required=False
+    )
+
+
+def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -> None:
+    try:
+        call = _call_of(operator, context)
+    except NodeError as error:
+        raise onnx.shape_inference.InferenceError(f"{operator.name}: {error}") from error
+    types: dict[str, int] = {}
+    operands: list[Operand | None] = []
+    for i, slot in enumerate(operator.inputs):
+        if i >= context.get_num_inputs() or not context.has_input(i):
+            operands.append(None)
+            continue
+        given = context.get_input_type(i)
+        if given is not None and given.tensor_type.elem_type:
+            types.setdefault(slot.type, given.tensor_type.elem_type)
+        operands.append(Operand(_shape_of(given), _value_of(context, i)) if call.present[i] else None)
+    shapes = operator.shapes(*operands, **call.attributes)
+    for i in range(context.get_num_outputs()):
+        slot = operator.outputs[i]
+        element = types.get(slot.type)
+        if element is None and slot.type in _ELEMENT_TYPES:
+            element = helper.np_dtype_to_tensor_dtype(np.dtype(slot.type))
+        if element is not None and context.has_output(i):
+            shape = shapes[i] if call.wanted[i] else (0,)
+            context.set_output_type(i, helper.make_tensor_type_proto(element, shape))
+
+
+def _call_of(operator: Operator, context: onnx.shape_inference.InferenceContext) -> Call:
+    text = context.get_attribute(CALL_ATTRIBUTE)
+    if text is not None and text.s:
+        return parse_call(operator, text.s)
+    given: dict[str, Any] = {}
+    for name in operator.attributes:
+        attribute = context.get_attribute(name)
+        if attribute is not None:
+            given[name] = helper.get_attribute_value(attribute)
+    present = (True,) * len(operator.inputs)
+    return Call(operator, "", operator.complete(given), present, (True,) * len(operator.outputs))
+
+
+def _shape_of(given: onnx.TypeProto | None) -> Shape | None:
+    if given is None or not given.tensor_type.HasField("shape"):
+        return None
+    return tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+        for dim in given.tensor_type.shape.dim
+    )
+
+
+def _value_of(context: onnx.shape_inference.InferenceContext, i: int) -> np.ndarray | None:
+    data = context.get_input_data(i)
+    if data is None or data.data_type != onnx.TensorProto.INT64:
+        return None
+    return numpy_helper.to_array(data)

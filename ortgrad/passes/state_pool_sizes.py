@@ -1,0 +1,78 @@
+"""Pools whose sizes onnxruntime infers wrong when it loads a model; see ortgrad.graph.pool_sizes."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortgrad.graph.names import Names
+from ortgrad.graph.pool_sizes import POOLS
+from ortgrad.graph.recorder import Ops
+
+
+def state_sizes(model: ir.Model) -> None:
+    """Have onnxruntime infer the right sizes where it would not, by a Reshape that changes nothing, in place.
+
+    It refuses to load a model in which what it infers meets the gradient of another size.
+    """
+    if model.opset_imports[""] >= _FIRST_RIGHT_OPSET:
+        return
+    names: Names | None = None
+    for node in list(model.graph.all_nodes()):
+        if node.op_type not in POOLS or node.domain or not _is_inferred_wrong(node):
+            continue
+        names = names or Names.of(model)
+        op = Ops(model.opset_imports[""], names, f"{node.outputs[0].name}/size")
+        for value in node.outputs:
+            if not value.uses() and not value.is_graph_output():
+                continue
+            assert value.shape is not None
+            # A zero stands for the length as it is.
+            stated = op.Reshape(value, [0, 0, *value.shape[2:]])
+            stated.type, stated.shape = value.type, value.shape
+            reshape = stated.producer()
+            for use in list(value.uses()):
+                if use.node is not reshape:
+                    use.node.replace_input_with(use.idx, stated)
+            graph = value.graph
+            assert isinstance(graph, ir.Graph)
+            if value.is_graph_output():
+                graph.outputs[:] = [stated if output is value else output for output in graph.outputs]
+                value.name, stated.name = stated.name, value.name
+        assert node.graph is not None
+        node.graph.insert_after(node, op.nodes)
+
+
+def _is_inferred_wrong(node: ir.Node) -> bool:
+    """Whether onnx may infer other sizes than those that the values have."""
+    x, y = node.inputs[0], node.outputs[0]
+    ceil_mode = node.attributes.get("ceil_mode")
+    if ceil_mode is None or not ceil_mode.as_int() or x is None or x.shape is None or y.shape is None:
+        return False
+    sizes, counts = list(x.shape)[2:], list(y.shape)[2:]
+    if not all(isinstance(size, int) for size in (*sizes, *counts)):
+        return False
+    auto_pad = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    if auto_pad.startswith("SAME"):
+        return True
+    rank = len(sizes)
+    kernel, strides, dilations, pads = (
+        list(node.attributes[name].as_ints()) if name in node.attributes else [default] * length
+        for name, default, length in (
+            ("kernel_shape", 1, rank),
+            ("strides", 1, rank),
+            ("dilations", 1, rank),
+            ("pads", 0, 2 * rank),
+        )
+    )
+    if auto_pad == "VALID":
+        pads = [0] * 2 * rank
+    inferred = [
+        -(-(n + head + tail - (k - 1) * d - 1) // s) + 1
+        for n, head, tail, k, d, s in zip(
+            sizes, pads[:rank], pads[rank:], kernel, dilations, strides, strict=True
+        )
+    ]
+    return inferred != counts
+
+
+_FIRST_RIGHT_OPSET = 22

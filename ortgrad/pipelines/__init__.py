@@ -1,0 +1,1 @@
+"""From a model to another: build_gradient_model, prepare, explain."""

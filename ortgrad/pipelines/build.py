@@ -1,0 +1,43 @@
+"""Build the backward graph of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+
+from ortgrad.graph.loading import ModelLike, judging, load_model
+
+
+def build_gradient_model(
+    model: ModelLike, *, wrt: str | Sequence[str] | None = None, of: str | Sequence[str] | None = None
+) -> onnx.ModelProto:
+    """A model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
+
+    `wrt` names inputs, initializers or intermediate values. A name that is not in the model may be a pattern
+    (`"layer4.*"`, see fnmatch): it stands for the inputs and parameters that it matches, else for other
+    constants, else for intermediate values. The default is every parameter: a floating-point weight, be it an
+    initializer, a Constant node or one of them inside a subgraph, that is no scalar, no statistic of a
+    BatchNormalization and no setting of an operator (scales, ratios, bounds, exponents). Weights in `wrt` can
+    be fed from then on.
+
+    `of` names outputs or intermediate values (default: the first floating-point output). One scalar is seeded
+    with 1; otherwise the model gets an input `<name>_grad` for each. Where a name is taken, `_2` is
+    appended. What does not influence `of` has a gradient of zeros.
+
+    The model's metadata_props say what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as
+    JSON lists of names. Raises UnsupportedGradientError with all nodes that cannot be differentiated.
+    """
+    from ortgrad.pipelines.built import build  # onnx-ir takes a while to import
+
+    proto = load_model(model)
+    with judging(proto):
+        return build(proto, names_of(wrt), names_of(of))
+
+
+def names_of(names: str | Sequence[str] | None) -> list[str] | None:
+    """`wrt` or `of` as a list of names, None if it is not given."""
+    if names is None:
+        return None
+    # Once each, in the order given.
+    return list(dict.fromkeys([names] if isinstance(names, str) else names))

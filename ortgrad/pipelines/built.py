@@ -1,0 +1,195 @@
+"""From a forward model to its backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+from ortgrad.autodiff.backward import BackwardPass, list_failures
+from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets
+from ortgrad.dialects.gradient_operator import expand_gradient_operator
+from ortgrad.errors import ModelError, NodeError, UnsupportedGradientError
+from ortgrad.graph.inference import infer_types
+from ortgrad.graph.metadata import describe_build
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Ops
+from ortgrad.graph.serialization import read, write
+from ortgrad.graph.traversal import values_by_name
+from ortgrad.passes.absent_inputs import drop_empty_inputs
+from ortgrad.passes.attach import attach, is_body
+from ortgrad.passes.complete import complete
+from ortgrad.passes.deduplicate import deduplicate
+from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.inline import inline
+from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.pads import pad_all_axes
+from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
+from ortgrad.passes.state_pool_sizes import state_sizes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forward model as it is differentiated, and its backward pass, which is not in the graph yet."""
+
+    model: ir.Model
+    backward: BackwardPass
+    targets: Sequence[ir.Value]
+    outputs: Sequence[ir.Value]
+    # What the gradients of the targets are called.
+    results: Sequence[str]
+    # What is known of the shapes of targets and outputs, whatever the file declares.
+    proven: Mapping[str, ir.Shape | None]
+    declared: Declared
+
+
+def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
+    """Run the backward pass; what cannot be differentiated is in its `failures`."""
+    planned = _plan(source, wrt, of)
+    # Only if rules need a rank that nothing proves does the file get a word.
+    return _plan(source, wrt, of, trusting=True) if planned.backward.failures else planned
+
+
+def _plan(
+    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
+) -> Plan:
+    """`plan`, where ranks that the file declares count or do not count."""
+    model = inline(read(source), lambda function: not is_body(function))
+    complete(model)
+    model = at_minimum_opset(model)
+    drop_empty_inputs(model)
+    expand_gradient_operator(model)
+    graph = model.graph
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ModelError("the nodes of the model form a cycle") from error
+    declared = infer_proven_shapes(model)
+    if pad_all_axes(model):
+        infer_types(model)
+    outputs = find_outputs(graph, of)
+    targets = find_targets(model, wrt, source, outputs)
+    # With a default, so that a training loop can feed new values; from now on nobody takes it for a constant.
+    fed = [value for value in targets if value.is_initializer() and not value.is_graph_input()]
+    graph.inputs.extend(fed)
+    if any(decides_shapes(value, model.opset_imports) for value in fed):
+        infer_proven_shapes(model)
+    proven = {value.name or "": value.shape for value in (*targets, *outputs)}
+    scalars = {v.name for v in outputs if v.shape is None and declared.ranks.get(v) == 0}
+    if trusting:
+        assume_ranks(model, declared, outputs)
+    names = [[value.name or "" for value in values] for values in (targets, outputs)]
+    expand_unsupported(model, targets, outputs)
+    # What was opened up has new values under the old names.
+    values = values_by_name(graph)
+    targets, outputs = ([values[name] for name in group] for group in names)
+    op = Ops(model.opset_imports[""], Names.of(model))
+    backward = BackwardPass(op, list(graph), targets)
+    for value in outputs:
+        if len(outputs) == 1 and _is_scalar(proven[value.name or ""], value.name in scalars):
+            backward.seed(value, _one(op, value, proven[value.name or ""] is not None))
+        else:
+            seed = ir.Value(name=op.names.fresh(f"{value.name}_grad"), type=value.type)
+            seed.shape = proven[value.name or ""]
+            graph.inputs.append(seed)
+            backward.seed(value, _checked(op, seed, value))
+    # Before anything else that the backward pass records could be called so.
+    results = [op.names.fresh(f"{value.name}_grad") for value in targets]
+    # What must be fed comes first.
+    graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
+    backward.run()
+    return Plan(model, backward, targets, outputs, results, proven, declared)
+
+
+def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
+    """`build_gradient_model` for a ModelProto."""
+    planned = plan(source, wrt, of)
+    try:
+        return _assemble(planned, source)
+    except NodeError:
+        # The body of an operator needs a rank that nothing proves.
+        return _assemble(_plan(source, wrt, of, trusting=True), source)
+
+
+def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
+    """Put what the backward pass recorded into the model."""
+    model, backward, targets = planned.model, planned.backward, planned.targets
+    graph, op = model.graph, backward.op
+    if backward.failures:
+        raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
+    results: list[ir.Value] = []
+    for value, name in zip(targets, planned.results, strict=True):
+        results.append(_result(backward, value, name, results))
+        results[-1].shape = planned.proven[value.name or ""]
+    graph.extend(op.nodes)
+    for node in graph.all_nodes():
+        model.opset_imports.setdefault(node.domain, 1)
+    graph.outputs.extend(results)
+    graph.sort()
+    deduplicate(model)
+    RemoveUnusedNodesPass()(model)
+    for node in graph.all_nodes():
+        # The pass takes away empty inputs at the end, of which Loop needs two.
+        if node.op_type == "Loop" and len(node.inputs) < 2:
+            node.resize_inputs(2)
+    RemoveUnusedOpsetsPass()(model)
+    complete(model, built=True)
+    state_sizes(model)
+    attach(model)
+    planned.declared.restore_borders()
+    names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
+    model.metadata_props.update(describe_build(*names))
+    return write(model, source)
+
+
+def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> onnx.ModelProto:
+    """A copy of the model with the values in `of` as outputs, and the weights in `wrt` as initializers."""
+    model = read(source)
+    infer_types(model)
+    find_targets(model, wrt, source)
+    values = values_by_name(model.graph)
+    outputs = set(model.graph.outputs)
+    model.graph.outputs.extend(values[name] for name in of if values[name] not in outputs)
+    return write(model, source)
+
+
+def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:
+    return declared if proven is None else len(proven) == 0
+
+
+def _one(op: Ops, value: ir.Value, proven: bool) -> ir.Value:
+    """The gradient of a scalar towards itself; if it is not known to be one, that is checked at run time."""
+    assert value.dtype is not None
+    op.scope = f"{value.name}_grad"
+    one = op.constant(np.array(1.0, value.dtype.numpy()))
+    return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
+
+
+def _checked(op: Ops, seed: ir.Value, value: ir.Value) -> ir.Value:
+    """The seed, which must have the shape of its value: what broadcasts would give other gradients."""
+    if seed.shape is not None and seed.shape.is_static():
+        # onnxruntime compares what is fed with numbers.
+        return seed
+    op.scope, op.checked, op.label = f"{seed.name}", True, f"{seed.name} input"
+    checked = op.require_shape(seed, value, f"the shape of {value.name}")
+    op.checked = False
+    return checked
+
+
+def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:
+    """The gradient of a target under the name that belongs to it."""
+    op = backward.op
+    grad = backward.total(value)
+    op.scope = f"{value.name}_grad"
+    if grad is None:
+        grad = op.full_like(value, 0.0)
+    producer = grad.producer()
+    if producer is None or producer.graph is not None or grad in others:
+        # Another target's gradient is the same tensor, or it comes from outside.
+        grad = op.copy(grad)
+    grad.name, grad.type = name, value.type
+    return grad

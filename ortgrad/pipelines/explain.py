@@ -1,0 +1,81 @@
+"""What the nodes of a model become in its backward graph, and which of them cannot be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortgrad.autodiff.rules import find_rule
+from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.pipelines.build import names_of
+from ortgrad.pipelines.built import plan
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One forward node: the operators that compute its gradient, or why there are none."""
+
+    node: str
+    operator: str
+    gradient: tuple[str, ...] = ()
+    reason: str = ""
+    supported: bool = True
+
+
+def explain(
+    model: ModelLike, *, wrt: str | Sequence[str] | None = None, of: str | Sequence[str] | None = None
+) -> list[Explanation]:
+    """Every forward node in order; `wrt` and `of` are those of `build_gradient_model`.
+
+    A node that has no rule but a function body is shown as the nodes of the body.
+    """
+    proto = load_model(model)
+    # A rule may put a training operator in the place of its node.
+    written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
+    with judging(proto):
+        planned = plan(proto, names_of(wrt), names_of(of))
+    backward = planned.backward
+    recorded = dict(backward.visits)
+    failed = {failure.node: failure.reason for failure in backward.failures}
+    # Behind a node that cannot be differentiated nothing is used, but it will be when that one can.
+    used = None if failed else _live([backward.total(value) for value in planned.targets])
+    found = []
+    for node in planned.model.graph:
+        outputs = [value.name for value in node.outputs if value.name]
+        operator = next((written[name] for name in outputs if name in written), _qualified(node))
+        label = node.name or outputs[0]
+        rule = find_rule(node.op_type, node.domain)
+        if node in failed:
+            found.append(Explanation(label, operator, reason=failed[node], supported=False))
+        elif node in recorded:
+            made = tuple(
+                _qualified(n)
+                for n in recorded[node]
+                if n.op_type != "Constant" and (used is None or n in used)
+            )
+            found.append(Explanation(label, operator, made, "" if made else "the gradient passes unchanged"))
+        elif rule is not None and rule.function is None and node.inputs:
+            found.append(Explanation(label, operator, reason="no gradient flows through this operator"))
+        else:
+            found.append(Explanation(label, operator, reason="not between wrt and of"))
+    return found
+
+
+def _qualified(node: ir.Node) -> str:
+    """The operator's name, with its domain where that is neither ONNX's nor a gradient operator's."""
+    plain = node.domain in ("", "ai.onnx", "com.microsoft")
+    return node.op_type if plain else f"{node.domain}::{node.op_type}"
+
+
+def _live(results: Iterable[ir.Value | None]) -> set[ir.Node]:
+    """The nodes that results are computed by."""
+    waiting = [value.producer() for value in results if value is not None]
+    live: set[ir.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in live:
+            live.add(node)
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    return live

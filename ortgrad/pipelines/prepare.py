@@ -1,0 +1,54 @@
+"""Make any model with gradient nodes ready for a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import onnx
+
+from ortgrad.dialects.training import is_training_operator
+from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
+from ortgrad.operators.declaration import find_operator
+
+Kernels = Literal["python", "onnx", "auto"]
+
+
+def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
+    """A model that a plain onnxruntime session runs, made of one that may hold any gradient nodes.
+
+    kernels="python" keeps the gradient nodes: with `ortgrad.register` their Python kernels run,
+    without it the bodies that the model carries. "onnx" leaves standard operators only. "auto"
+    takes per node what was measured faster. A model without gradient nodes gets an import of com.microsoft,
+    without which it may not load beside the op library. The caller's model is not changed.
+    """
+    prepared = prepare_loaded(load_model(model), kernels)
+    return prepared if imports_domain(prepared) else with_import(prepared)
+
+
+def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True) -> onnx.ModelProto:
+    """The same for a model in memory; one without gradient nodes is returned as it is.
+
+    Without `bodies`, gradient nodes that stay can only run on their Python kernels.
+    """
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
+    if not (_has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)):
+        return model
+    # onnx-ir takes a while to import, and models without gradient nodes do not need it.
+    from ortgrad.pipelines.prepared import prepare_proto
+
+    with judging(model):
+        return prepare_proto(model, kernels, bodies=bodies)
+
+
+def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
+    return any(
+        find_operator(node.op_type, node.domain)
+        # onnxruntime-training keeps the pool gradients in the default domain.
+        or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
+        or is_training_operator(node.op_type, node.domain)
+        or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")
+        or any(_has_gradients(g.node) for a in node.attribute for g in (a.g, *a.graphs))
+        for node in nodes
+    )

@@ -1,0 +1,1 @@
+"""Running: sessions, kernels, and how onnxruntime calls them."""

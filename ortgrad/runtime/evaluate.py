@@ -1,0 +1,84 @@
+"""One call of a kernel: what all ways from a session into Python share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ortgrad.errors import KernelError
+from ortgrad.operators.call import Call
+from ortgrad.operators.declaration import Empty, Operand, Operator
+
+
+def declared_shapes(call: Call, feed: Sequence[np.ndarray]) -> Sequence[Any]:
+    """The shapes that the operator's declaration gives to the outputs for these inputs."""
+    operands = [
+        Operand(array.shape, _small_value(array)) if real else None
+        for array, real in zip(feed, call.present, strict=True)
+    ]
+    return call.operator.shapes(*operands, **call.attributes)
+
+
+def evaluate(
+    call: Call, feed: Sequence[np.ndarray], dtypes: Sequence[np.dtype], shapes: Sequence[Any], empty: Empty
+) -> list[np.ndarray | None]:
+    """The outputs as the kernel returns them, of the declared types and shapes; None where unwanted.
+
+    Raises ValueError for inputs that do not satisfy the operator's contract.
+    """
+    arrays = [array if real else None for array, real in zip(feed, call.present, strict=True)]
+    call.contract.check_arrays(arrays)
+    with np.errstate(all="ignore"):
+        result = call.operator.compute(arrays, call.attributes, call.wanted, empty)
+    values = result if isinstance(result, tuple) else (result,)
+    if len(values) != len(dtypes):
+        raise TypeError(f"the kernel returned {len(values)} outputs, not {len(dtypes)}")
+    outputs: list[np.ndarray | None] = []
+    for value, dtype, shape, wanted in zip(values, dtypes, shapes, call.wanted, strict=True):
+        if not wanted:
+            outputs.append(None)
+            continue
+        if not isinstance(value, np.ndarray) or value.dtype != dtype:
+            got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+            raise TypeError(f"the kernel returned {got} where {dtype} is declared")
+        if shape is not None and not _agree(value.shape, shape):
+            raise TypeError(f"the kernel returned shape {value.shape} where {shape} is declared")
+        outputs.append(value)
+    return outputs
+
+
+def describe(operator: Operator, feed: Sequence[np.ndarray]) -> str:
+    """The inputs by name, type and shape, as errors show them."""
+    return ", ".join(
+        f"{slot.name}: {array.dtype}{list(array.shape)}"
+        for slot, array in zip(operator.inputs, feed, strict=False)
+    )
+
+
+def kernel_error(operator: Operator, node: str, inputs: str, reason: BaseException) -> BaseException:
+    """What the caller of the session gets to see: a KernelError, or what is no error of the kernel's."""
+    if not isinstance(reason, Exception):
+        return reason
+    kind = type(reason).__name__
+    try:
+        text = str(reason)
+    except Exception:
+        # An exception class may have a faulty __str__.
+        text = f"{kind}, which cannot be shown"
+    else:
+        text = text if isinstance(reason, ValueError) else f"{kind}: {text}"
+    error = KernelError(node, operator.name, inputs, text)
+    error.__cause__ = reason
+    return error
+
+
+def _small_value(array: np.ndarray) -> np.ndarray | None:
+    return array if array.dtype == np.int64 and array.ndim == 1 and array.size <= 16 else None
+
+
+def _agree(actual: tuple[int, ...], declared: Sequence[Any]) -> bool:
+    return len(actual) == len(declared) and all(
+        not isinstance(d, int) or a == d for a, d in zip(actual, declared, strict=True)
+    )

@@ -1,0 +1,358 @@
+"""Python kernels that onnxruntime calls: on its own memory, with a status for a failure.
+
+The struct of function pointers that makes an operator is filled from Python (`fill`). CreateKernelV2 makes
+a kernel for every node, KernelComputeV2 runs it. Both are entered as `ortgrad.runtime.entrance` describes, so
+that a signal is never lost or taken for success. A kernel that fails in a session of ortgrad's tells that
+session; in any other session onnxruntime raises its own exception, with the same text.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import itertools
+import operator
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+
+from ortgrad.errors import ModelError
+from ortgrad.operators.call import Call, parse_call
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
+from ortgrad.runtime import entrance
+from ortgrad.runtime.c_api import (
+    COMPUTE,
+    CREATE_KERNEL,
+    GET_MEMORY_TYPE,
+    VERSION,
+    Api,
+    CustomOp,
+    Memory,
+    address_of,
+)
+from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
+from ortgrad.runtime.evaluate import declared_shapes, describe, evaluate, kernel_error
+
+_NO_ROOM = "RecursionError around a kernel of ortgrad: there is no room left to report more"
+_SPARES = 16
+_PATIENCE = 20  # milliseconds for another thread to let go of an array
+
+_apis: dict[int, Api] = {}
+_operators: dict[int, NativeOperator] = {}
+_others: list[_Kernel] = []  # of sessions that are not ours, which do not tell when they end
+# Statuses that can be returned without another call.
+_spares: list[Callable[[], int | None]] = []
+_local = threading.local()
+# Whether a kernel is run again to see it fail. Sessions that it runs then fail once only.
+_failing_again: ContextVar[bool] = ContextVar("failing again", default=False)
+
+
+class Owner(Protocol):
+    """A session that is told of its failing kernels, and keeps them."""
+
+    kernels: list[object]
+
+    def kernel_failed(self, error: BaseException) -> None: ...
+
+
+class NativeOperator:
+    """One operator for one combination of element types."""
+
+    def __init__(self, operator: Operator, variant: Variant) -> None:
+        self.operator = operator
+        self.inputs = [np.dtype(t) for t in variant.inputs]
+        self.outputs = [np.dtype(t) for t in variant.outputs]
+
+
+def fill(struct: CustomOp, native: NativeOperator) -> None:
+    """Have onnxruntime call the operator's kernel. Name and types in the struct stay as they are."""
+    _operators[ctypes.addressof(struct)] = native
+    struct.version = VERSION
+    for name, function in _callbacks().items():
+        setattr(struct, name, address_of(function))
+
+
+@contextmanager
+def owned_by(owner: Owner) -> Iterator[None]:
+    """Kernels that onnxruntime makes on this thread meanwhile belong to a session."""
+    before = getattr(_local, "owner", None)
+    _local.owner = owner
+    try:
+        yield
+    finally:
+        _local.owner = before
+
+
+@functools.cache
+def _callbacks() -> dict[str, Any]:
+    entrances = Entrances()
+    entrances.refill(functools.partial(_creation_entrance, entrances))
+    functions = {
+        "CreateKernelV2": CREATE_KERNEL(entrances),
+        "KernelComputeV2": COMPUTE(operator.getitem),
+        # 0, which is memory of the CPU.
+        "GetInputMemoryType": GET_MEMORY_TYPE(operator.is_),
+        # Sessions may end after Python has, so the end of a kernel calls a C function that does nothing.
+        "KernelDestroy": ctypes.pythonapi.Py_IsInitialized,
+    }
+    # And for the same reason nothing here is ever freed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((functions, entrances, _operators)))
+    return functions
+
+
+def _creation_entrance(entrances: Entrances) -> Callable[..., Any]:
+    """A C function of CreateKernelV2's four arguments: they go into a list, then the generator runs.
+
+    `max` calls its key with every argument and, as no key is larger than the first, returns the first: 0.
+    """
+    arguments: list[int] = []
+    creation = entrance.resume(_creation(entrances, arguments))
+    # One stage per argument, taken from the right. Only the last does something.
+    stages = Entrances([creation, *[{None: bool}.get] * 4])
+    key = entrance.compose(arguments.append, stages, entrance.call, operator.truth)
+    return functools.partial(max, 0, key=key)
+
+
+def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None, None]:
+    """Make one kernel. Yields a C function for the very end.
+
+    What cannot be made becomes a kernel that fails with the reason.
+    """
+    refill = functools.partial(entrances.refill, functools.partial(_creation_entrance, entrances))
+    interruption: BaseException | None = None
+    try:
+        try:
+            yield None
+        except BaseException as error:
+            if not arguments:
+                # It has not begun: somebody makes the entrance, or throws it away.
+                raise
+            interruption = error
+        _make_kernel(*arguments[1:])
+        refill()
+        yield bool if interruption is None else _interrupted_creation(interruption)
+    except GeneratorExit:
+        return
+    except BaseException as error:
+        if not arguments:
+            raise
+        _make_kernel(*arguments[1:])
+        refill()
+        yield _interrupted_creation(error)
+
+
+def _interrupted_creation(error: BaseException) -> Callable[[], Any]:
+    """Have an exception raised once the session is made."""
+    owner: Owner | None = getattr(_local, "owner", None)
+    if owner is None:
+        return raise_after_return(error)
+    owner.kernel_failed(error)
+    return bool
+
+
+def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
+    """Make the kernel of a node, and put its address into that place."""
+    api = _apis.get(api_address) or _apis.setdefault(api_address, Api(api_address))
+    native = _operators[op]
+    owner: Owner | None = getattr(_local, "owner", None)
+    call: Call | Exception
+    try:
+        call = parse_call(native.operator, api.attribute(info, CALL_ATTRIBUTE))
+    except (ModelError, RuntimeError) as error:
+        call = error
+    kernel = _Kernel(api, native, call, owner)
+    (_others if owner is None else owner.kernels).append(kernel)
+    ctypes.c_void_p.from_address(place).value = id(kernel)
+
+
+class _Kernel(Entrances):
+    """What runs one node of one session. `kernel[context]` runs it; the result is a status."""
+
+    def __init__(self, api: Api, native: NativeOperator, call: Call | Exception, owner: Owner | None) -> None:
+        super().__init__()
+        self._api = api
+        self._native = native
+        self._call = call  # or why there is none
+        self._owner = None if owner is None else weakref.ref(owner)
+        self.refill(self._entrance)
+
+    def _entrance(self) -> Callable[[int], int | None]:
+        """A C function of the context: it goes into a list, the generator runs, then what that yields."""
+        arguments: list[int] = []
+        return entrance.compose(arguments.append, entrance.resume(self._run_once(arguments)), entrance.call)
+
+    def _run_once(self, arguments: list[int]) -> Generator[Any, None, None]:
+        """One call. Yields a C function for the very end, which returns the status."""
+        interruption: BaseException | None = None
+        try:
+            try:
+                yield None
+            except BaseException as error:
+                if not arguments:
+                    # It has not begun: somebody makes the entrance, or throws it away.
+                    raise
+                interruption = error
+            self.refill(self._entrance)
+            yield self._run(arguments[0], interruption)
+        except GeneratorExit:
+            return
+        except BaseException as error:
+            if not arguments:
+                raise
+            try:
+                self.refill(self._entrance)
+                last = self._give_up(arguments[0], error)
+            except BaseException:
+                # So near to the recursion limit nothing can be called any more.
+                last = _spares[-1]
+                del _spares[-1]
+            yield last
+
+    def _run(self, context: int, interruption: BaseException | None) -> Callable[[], int | None]:
+        reason = interruption
+        if reason is None:
+            try:
+                self._compute(context)
+                return _succeeded
+            except BaseException as error:
+                reason = error
+            # Frames hold arrays, and the memory of these ends with this call.
+            _forget_frames(reason)
+        if reason is interruption or is_interruption(reason):
+            return self._interrupted(context, reason)
+        feed = [np.array(array) for array in self._inputs(context)]
+        reason = self._fail_again(feed) or reason
+        declaration = self._native.operator
+        node = self._call.node if isinstance(self._call, Call) else "(unknown)"
+        return self._failed(kernel_error(declaration, node, describe(declaration, feed), reason))
+
+    def _compute(self, context: int) -> None:
+        while len(_spares) < _SPARES:
+            _spares.append(_status(self._api, _NO_ROOM))
+        if isinstance(self._call, Exception):
+            raise self._call
+        inputs = self._inputs(context)
+        outputs: dict[int, np.ndarray] = {}
+
+        def empty(i: int, shape: Sequence[int]) -> np.ndarray:
+            outputs[i] = self._api.output(context, i, shape, self._native.outputs[i])
+            return outputs[i]
+
+        shapes = declared_shapes(self._call, inputs)
+        values = evaluate(self._call, inputs, self._native.outputs, shapes, empty)
+        for i, value in enumerate(values):
+            if value is None:
+                empty(i, (0,))
+            elif value is not outputs.get(i):
+                np.copyto(empty(i, value.shape), value)
+        value = None
+        values.clear()
+        inputs += outputs.values()
+        outputs.clear()
+        _require_sole_reference(inputs)
+
+    def _inputs(self, context: int) -> list[np.ndarray]:
+        return self._api.inputs(context, self._native.inputs)
+
+    def _interrupted(self, context: int, error: BaseException) -> Callable[[], int | None]:
+        """Stop the run of a session of ortgrad's. Another's goes on: it would raise another exception."""
+        if self._owner is not None:
+            return self._failed(error)
+        # What is computed is thrown away when the exception is raised, as soon as the run returns.
+        call, dtypes = self._call, self._native.outputs
+        shapes: Sequence[Any] = [None] * len(dtypes)
+        if isinstance(call, Call):
+            known = declared_shapes(call, self._inputs(context))
+            shapes = [shape if wanted else None for shape, wanted in zip(known, call.wanted, strict=True)]
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+            sizes = [0] if shape is None else [size if isinstance(size, int) else 1 for size in shape]
+            self._api.output(context, i, sizes, dtype)
+        return raise_after_return(error)
+
+    def _failed(self, error: BaseException) -> Callable[[], int | None]:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            owner.kernel_failed(error)
+        return _status(self._api, str(error))
+
+    def _give_up(self, context: int, error: BaseException) -> Callable[[], int | None]:
+        """Something was raised around the kernel, or while a failure was reported."""
+        try:
+            if is_interruption(error):
+                return self._interrupted(context, error)
+        except Exception as another:
+            error = another
+        return _status(self._api, f"{type(error).__name__} around a kernel of ortgrad")
+
+    def _fail_again(self, feed: list[np.ndarray]) -> Exception | None:
+        """The same failure on copies, which a debugger can look at for as long as it likes."""
+        dtypes = self._native.outputs
+        if isinstance(self._call, Exception) or _failing_again.get():
+            return None
+        before = _failing_again.set(True)
+        try:
+            shapes = declared_shapes(self._call, feed)
+            evaluate(self._call, feed, dtypes, shapes, lambda i, shape: np.empty(shape, dtypes[i]))
+        except Exception as error:
+            return error
+        finally:
+            _failing_again.reset(before)
+        return None
+
+
+# As a C function, like all that runs after the generator.
+_succeeded: Callable[[], None] = itertools.repeat(None).__next__
+
+
+def _status(api: Api, text: str) -> Callable[[], int | None]:
+    return itertools.repeat(api.failure(text)).__next__
+
+
+def _forget_frames(error: BaseException) -> None:
+    chain = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
+
+
+def _is_shared(arrays: list[np.ndarray]) -> bool:
+    """Whether anybody but this list refers to one of the arrays."""
+    for array in arrays:  # noqa: SIM110 - a generator would cost as much as a small kernel
+        if sys.getrefcount(array) > _SOLE:
+            return True
+    return False
+
+
+def _sole_reference_count() -> int:
+    for array in [np.empty(0)]:
+        count = sys.getrefcount(array)
+    return count
+
+
+_SOLE = _sole_reference_count()
+
+
+def _require_sole_reference(arrays: list[np.ndarray]) -> None:
+    """Raise if somebody else still holds one of the arrays: it is about to lose its memory."""
+    for base in [array.base for array in arrays]:
+        if isinstance(base, Memory):
+            base.forget()
+    for _ in range(_PATIENCE):
+        if not _is_shared(arrays):
+            return
+        time.sleep(1e-3)
+    gc.collect()
+    if _is_shared(arrays):
+        raise TypeError(
+            "the kernel kept an array that it was given, or a view of one; "
+            "its memory ends with the call, so keep a copy"
+        )

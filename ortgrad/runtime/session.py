@@ -1,0 +1,238 @@
+"""Running: ortgrad's session, and the op library for plain onnxruntime sessions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+
+from ortgrad.errors import ModelError
+from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
+from ortgrad.operators.assertions import explain
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
+from ortgrad.pipelines.prepare import Kernels, prepare_loaded
+from ortgrad.runtime import extensions as dispatch
+from ortgrad.runtime import native
+from ortgrad.runtime.runs import Monitor
+from ortgrad.threads import call_elsewhere
+
+_REGISTERED = "ortgrad.registered"
+_NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # levels of logging
+_FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
+_IMPORT = onnx.OperatorSetIdProto(domain=DOMAIN, version=1)
+_EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+def get_library_path() -> str:
+    """The op library, for `SessionOptions.register_custom_ops_library`."""
+    return dispatch.library_path()
+
+
+def register(options: onnxruntime.SessionOptions) -> None:
+    """Make the Python kernels available to sessions with these options. Doing it again changes nothing.
+
+    If no `log_severity_level` was chosen for the options, it becomes 3 (errors): at its default level
+    onnxruntime warns of every weight that can be fed.
+    """
+    if not isinstance(options, onnxruntime.SessionOptions):
+        raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
+    if options.log_severity_level == _NOT_CHOSEN:
+        options.log_severity_level = _ERRORS
+    path = get_library_path()
+    if not _has_entry(options, _REGISTERED):
+        options.register_custom_ops_library(path)
+        # The options remember it themselves: onnxruntime refuses the same library twice.
+        options.add_session_config_entry(_REGISTERED, "1")
+
+
+def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
+    try:
+        options.get_session_config_entry(key)
+    except RuntimeError:
+        return False
+    return True
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """An onnxruntime.InferenceSession that runs gradient operators.
+
+    The model may be a ModelProto too, and may hold gradient nodes as onnxruntime-training writes
+    them. A kernel that fails stops the run and raises KernelError. The default provider is the CPU.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: ModelLike,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        kernels: Kernels = "auto",
+        **kwargs: Any,
+    ) -> None:
+        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        level = options.log_severity_level
+        model = load_model(path_or_bytes, external_data=False)
+        if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
+            options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
+        if kernels == "auto" and not dispatch.runs_kernels():
+            kernels = "onnx"
+        model = prepare_loaded(model, kernels, bodies=False)
+        if any(map(_is_gradient_node, _all_nodes(model.graph))):
+            register(options)
+        self._monitor = Monitor(
+            parallel=options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL,
+            # How often a loop runs may be in the values that are fed.
+            steady=all(node.op_type != "Loop" for node in _all_nodes(model.graph)),
+        )
+        if _FUSES_TOO_MUCH:
+            # It makes a FusedMatMul of float64, for which it has no kernel.
+            kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
+        try:
+            if level == _NOT_CHOSEN:
+                # onnxruntime warns of every weight that can be fed, and logs failures that it raises as well.
+                options.log_severity_level = _FATAL
+            self._create(
+                _serialize(model),
+                options,
+                providers if providers is not None else ["CPUExecutionProvider"],
+                provider_options,
+                **kwargs,
+            )
+        except onnxruntime_errors() as error:
+            _explain(model, error)
+            raise refused(error) from error
+        finally:
+            options.log_severity_level = level
+
+    def _create(self, *arguments: Any, **keywords: Any) -> None:
+        create = super().__init__
+
+        def owned() -> None:
+            with native.owned_by(self._monitor):
+                create(*arguments, **keywords)
+            self._monitor.raise_stray()
+
+        if threading.current_thread() is threading.main_thread():
+            # onnxruntime cannot be stopped here, but kernels are safe from signals on another thread.
+            call_elsewhere(owned, nullcontext)
+        else:
+            owned()
+
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: onnxruntime.RunOptions | None = None,
+    ) -> Sequence[Any]:
+        run = super().run
+        size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
+        return self._monitor.run(lambda options: run(output_names, input_feed, options), run_options, size)
+
+    def run_with_ort_values(
+        self,
+        output_names: Sequence[str],
+        input_dict_ort_values: Mapping[str, onnxruntime.OrtValue],
+        run_options: onnxruntime.RunOptions | None = None,
+    ) -> Sequence[onnxruntime.OrtValue]:
+        run = super().run_with_ort_values
+        return self._monitor.run(
+            lambda options: run(output_names, input_dict_ort_values, options), run_options
+        )
+
+    def run_with_iobinding(
+        self, iobinding: onnxruntime.IOBinding, run_options: onnxruntime.RunOptions | None = None
+    ) -> None:
+        run = super().run_with_iobinding
+        self._monitor.run(lambda options: run(iobinding, options), run_options)
+
+    def run_with_ortvaluevector(
+        self,
+        run_options: onnxruntime.RunOptions,
+        feed_names: Sequence[str],
+        feeds: Any,
+        fetch_names: Sequence[str],
+        fetches: Any,
+        fetch_devices: Sequence[Any],
+    ) -> None:
+        run = super().run_with_ortvaluevector
+        self._monitor.run(
+            lambda options: run(options, feed_names, feeds, fetch_names, fetches, fetch_devices), run_options
+        )
+
+    def run_async(
+        self,
+        output_names: Sequence[str],
+        input_feed: Mapping[str, Any],
+        callback: Callable[[Sequence[Any], Any, str], None],
+        user_data: Any,
+        run_options: onnxruntime.RunOptions | None = None,
+    ) -> None:
+        monitor = self._monitor
+        run = monitor.start_async()
+
+        def checked(results: Sequence[Any], data: Any, message: str) -> None:
+            error = monitor.finish_async(run) or explain(message)
+            callback([] if error else results, data, str(error) if error else message)
+
+        super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+                for inner in (attribute.g, *attribute.graphs):
+                    yield from _all_nodes(inner)
+
+
+def _is_gradient_node(node: onnx.NodeProto) -> bool:
+    return bool(
+        find_operator(node.op_type, node.domain) and any(a.name == CALL_ATTRIBUTE for a in node.attribute)
+    )
+
+
+def _has_external_data(model: onnx.ModelProto) -> bool:
+    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
+
+
+def _serialize(model: onnx.ModelProto) -> bytes:
+    # Appended to the text rather than to the caller's model.
+    more = b"" if imports_domain(model) else onnx.ModelProto(opset_import=[_IMPORT]).SerializeToString()
+    try:
+        return model.SerializeToString() + more
+    except ValueError as error:
+        raise ModelError(
+            "the model is larger than 2 GB: save it with external data and give the path"
+        ) from error
+
+
+def _explain(model: onnx.ModelProto, error: Exception) -> None:
+    """Raise a ModelError that says more than onnxruntime's, where we know more."""
+    text = str(error)
+    if "Conflicting with a registered kernel" in text or "Domain already set in registry" in text:
+        raise ModelError(
+            "the op library is registered twice in these session options; "
+            "use ortgrad.register(options), which does it once"
+        ) from error
+    functions = {(f.domain, f.name) for f in model.functions}
+    missing = [
+        f"{node.domain or 'ai.onnx'}::{node.op_type} (node {node.name!r})"
+        for node in model.graph.node
+        if (node.domain, node.op_type) not in functions
+        and node.op_type in text
+        and "not a registered" in text
+        and not onnx.defs.has(node.op_type, node.domain)
+    ]
+    if missing:
+        raise ModelError(
+            f"nobody has these operators: {', '.join(missing)}. Register the library that "
+            "holds them in sess_options, or add a function of that name to the model"
+        ) from error
