@@ -41,10 +41,10 @@ def stub() -> str:
 def _signature(operator: Operator) -> str:
     lines = []
     default = ""
-    for slot in operator.inputs:
+    for parameter in operator.inputs:
         # Python wants defaults from the first optional input on, required ones behind it included.
-        default = default or (" | None = None" if slot.optional else "")
-        lines.append(f"{slot.name}: str{default}")
+        default = default or (" | None = None" if parameter.optional else "")
+        lines.append(f"{parameter.name}: str{default}")
     names = "str | Sequence[str | None]" if operator.has_optional_outputs else "str | Sequence[str]"
     lines.append(f"outputs: {names} = ...")
     lines.append("*")

@@ -35,7 +35,7 @@ def __dir__() -> list[str]:
 
 
 def _builder(operator: Operator) -> Any:
-    names = [slot.name for slot in operator.inputs]
+    names = [parameter.name for parameter in operator.inputs]
 
     def build(*arguments: Any, name: str = "", dtype: Any = "float32", **keywords: Any) -> onnx.NodeProto:
         if len(arguments) > len(names) + 1:
@@ -48,7 +48,7 @@ def _builder(operator: Operator) -> Any:
             if key in given:
                 raise TypeError(f"{operator.builder_name} got {key!r} twice")
             given[key] = keywords.pop(key)
-        outputs = given.pop("outputs", [slot.name for slot in operator.outputs])
+        outputs = given.pop("outputs", [parameter.name for parameter in operator.outputs])
         return _make_node(operator, given, outputs, keywords, name, np.dtype(dtype).name)
 
     build.__name__ = build.__qualname__ = operator.builder_name
@@ -75,25 +75,25 @@ def _make_node(
             f"{operator.name} has {len(operator.outputs)} outputs, {len(results)} names were given"
         )
     results += [None] * (len(operator.outputs) - len(results))
-    for slot, value in zip(operator.outputs, results, strict=True):
-        if not (value or slot.optional):
-            raise NodeError(f"{operator.name} needs a name for its output {slot.name}")
+    for parameter, value in zip(operator.outputs, results, strict=True):
+        if not (value or parameter.optional):
+            raise NodeError(f"{operator.name} needs a name for its output {parameter.name}")
     if not any(results):
         raise NodeError(f"{operator.name} needs a name for at least one output")
     name = name or f"{operator.name}_{next(filter(None, results))}"
     names = []
-    for slot in operator.inputs:
-        value = inputs.get(slot.name)
-        if not (value or slot.optional):
-            raise NodeError(f"{operator.name} needs its input {slot.name}")
-        empty = dtype if slot.type == "T" else operator.types.get(slot.type, [slot.type])[0]
+    for parameter in operator.inputs:
+        value = inputs.get(parameter.name)
+        if not (value or parameter.optional):
+            raise NodeError(f"{operator.name} needs its input {parameter.name}")
+        empty = dtype if parameter.type == "T" else operator.types.get(parameter.type, [parameter.type])[0]
         names.append(value or EMPTY_PREFIX + empty)
     complete = operator.complete(attributes)
     call = Call(
         operator,
         name,
         complete,
-        tuple(bool(inputs.get(slot.name)) for slot in operator.inputs),
+        tuple(bool(inputs.get(parameter.name)) for parameter in operator.inputs),
         tuple(bool(value) for value in results),
     )
     return helper.make_node(
@@ -156,8 +156,10 @@ def _element_types(nodes: Sequence[onnx.NodeProto], dtype: str) -> dict[str, str
         operator = find_operator(node.op_type, node.domain)
         if operator is None:
             raise NodeError(f"make_model knows gradient nodes only, not {node.op_type}")
-        slots = [*operator.inputs, *operator.outputs]
-        for slot, name in zip(slots, [*node.input, *node.output], strict=True):
-            floating = "float32" in operator.types.get(slot.type, ())
-            types.setdefault(name, dtype if floating else operator.types.get(slot.type, [slot.type])[0])
+        parameters = [*operator.inputs, *operator.outputs]
+        for parameter, name in zip(parameters, [*node.input, *node.output], strict=True):
+            floating = "float32" in operator.types.get(parameter.type, ())
+            types.setdefault(
+                name, dtype if floating else operator.types.get(parameter.type, [parameter.type])[0]
+            )
     return types

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import ortgrad
-from ortgrad.autodiff.rules import Node, Rule, Slots, _rules
+from ortgrad.autodiff.rules import ForwardNode, Gradients, Rule, _rules
 from ortgrad.check import gradients as check
 from ortgrad.check.differences import derivative
 from ortgrad.check.double import in_double
@@ -37,7 +37,7 @@ def model() -> onnx.ModelProto:
 
 @pytest.fixture
 def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def rule(node: Node) -> Slots:
+    def rule(node: ForwardNode) -> Gradients:
         return node.grad(0), node.grad(0)  # the second one has the wrong sign
 
     monkeypatch.setitem(_rules, ("", "Sub"), Rule(rule, broadcasts=True))
@@ -73,7 +73,7 @@ def test_only_what_is_asked_for_is_checked(model: onnx.ModelProto) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rule(node: Node) -> Slots:
+    def rule(node: ForwardNode) -> Gradients:
         return (node.op.Mul(node.grad(0), float("inf")),)
 
     monkeypatch.setitem(_rules, ("", "Identity"), Rule(rule))
@@ -279,10 +279,10 @@ def test_rules_that_are_a_little_wrong(op_type: str, name: str, monkeypatch: pyt
     right = _rules["", op_type].function
     assert right is not None
 
-    def scaled(node: Node) -> Slots:
+    def scaled(node: ForwardNode) -> Gradients:
         return tuple(None if slot is None else node.op.Mul(slot, 1.01) for slot in right(node))
 
-    def first_is_missing(node: Node) -> Slots:
+    def first_is_missing(node: ForwardNode) -> Gradients:
         return (None, *tuple(right(node))[1:])
 
     for rule in (scaled, first_is_missing):

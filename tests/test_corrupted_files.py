@@ -16,7 +16,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
 import ortgrad
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.graph.loading import judging
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.pipelines.explain import explain
 
 # `python tests/corruption.py --count 1000` tries more.
@@ -379,7 +379,7 @@ def test_external_data_under_a_name_that_no_file_has(tmp_path: Path) -> None:
 def test_shapes_that_contradict_each_other() -> None:
     matrix, vector = (ir.Value(name=n, shape=ir.Shape(s)) for n, s in (("matrix", [2, 3]), ("vector", [3])))
     with pytest.raises(ortgrad.NodeError, match=r"'vector' of shape .* fewer axes than its input 'matrix'"):
-        unbroadcast(Ops(21), vector, matrix, vector)
+        unbroadcast(Recorder(21), vector, matrix, vector)
 
 
 def test_long_axes_that_become_vectors() -> None:

@@ -25,7 +25,7 @@ import pytest
 import ortgrad
 from ortgrad import nodes
 from ortgrad.operators.assertions import REQUIRES, explain
-from ortgrad.operators.declaration import Slot, all_operators, find_operator
+from ortgrad.operators.declaration import Parameter, all_operators, find_operator
 
 Arrays = dict[str, np.ndarray]
 WAYS = ("python", "onnx", "auto")
@@ -763,7 +763,7 @@ def test_wrong_attributes(way: str) -> None:
                 assert fails(call, way, "symbolic"), f"{case.name} {call.attributes} {list(call.arrays)}"
 
 
-def slots(case: Case) -> tuple[Slot, ...]:
+def slots(case: Case) -> tuple[Parameter, ...]:
     operator = find_operator(case.op_type)
     assert operator is not None
     return operator.inputs

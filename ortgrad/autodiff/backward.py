@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.rules import Node, UnsupportedError, find_rule
+from ortgrad.autodiff.rules import ForwardNode, UnsupportedError, find_rule
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.errors import NodeError
 from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies
 
 
@@ -44,7 +44,7 @@ class BackwardPass:
 
     def __init__(
         self,
-        op: Ops,
+        op: Recorder,
         nodes: Sequence[ir.Node],
         targets: Sequence[ir.Value],
         outside: Iterable[ir.Value] = (),
@@ -115,18 +115,19 @@ class BackwardPass:
             raise UnsupportedError("there is no gradient rule for it")
         assert rule.function is not None
         attributes = attributes_of(node, self.op.opset)
-        context = Node(node, self.op, grads, attributes, self._active)
-        slots = rule.function(context)
-        if len(slots) > len(node.inputs):
-            slots = slots[: len(node.inputs)]
-        for value, slot in zip(node.inputs, slots, strict=False):
-            if value is not None and slot is not None and value in self._active:
+        context = ForwardNode(node, self.op, grads, attributes, self._active)
+        with self.op.arithmetic():
+            gradients = rule.function(context)
+        if len(gradients) > len(node.inputs):
+            gradients = gradients[: len(node.inputs)]
+        for value, grad in zip(node.inputs, gradients, strict=False):
+            if value is not None and grad is not None and value in self._active:
                 if rule.broadcasts:
-                    slot = unbroadcast(self.op, slot, value, node.outputs[0])
-                self.seed(value, self._like(slot, value))
-        for value, slot in context.captured.items():
+                    grad = unbroadcast(self.op, grad, value, node.outputs[0])
+                self.seed(value, self._like(grad, value))
+        for value, grad in context.captured.items():
             if value in self._active:
-                self.seed(value, self._like(slot, value))
+                self.seed(value, self._like(grad, value))
 
     def _like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
         """The gradient in the element type of the value it belongs to."""

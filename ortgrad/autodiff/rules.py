@@ -21,10 +21,11 @@ from ortgrad.errors import RegistrationError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
-Slots: TypeAlias = "Sequence[ir.Value | None]"
-RuleFunction: TypeAlias = "Callable[[Node], Slots]"
+Gradients: TypeAlias = "Sequence[ir.Value | None]"
+RuleFunction: TypeAlias = "Callable[[ForwardNode], Gradients]"
+Derivative: TypeAlias = Any  # a function; see `elementwise`
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def gradient(
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Declare the gradient rule of forward operators.
 
-    With `broadcasts`, every slot may have the shape of the (broadcast) output; it is summed to the shape
+    With `broadcasts`, every grad may have the shape of the (broadcast) output; it is summed to the shape
     of its input.
     """
 
@@ -57,6 +58,28 @@ def gradient(
         return function
 
     return declare
+
+
+def elementwise(op_type: str, *derivatives: Derivative, domain: str = "") -> None:
+    """Declare the gradient rule of an element-wise operator: one function per input.
+
+        elementwise("Exp", lambda op, dy, y, x: dy * y)
+        elementwise("Mul", lambda op, dy, y, a, b: dy * b, lambda op, dy, y, a, b: dy * a)
+
+    Each gets the recorder, the gradient of the output, the output and the inputs.
+    """
+    for derivative in derivatives:
+        # For tracebacks.
+        derivative.__code__ = derivative.__code__.replace(co_name=f"gradient_of_{op_type}")
+
+    def rule(node: ForwardNode) -> Gradients:
+        dy, y = node.grad(0), node.output(0)
+        return [
+            derivative(node.op, dy, y, *node.inputs) if node.wants(i) else None
+            for i, derivative in enumerate(derivatives)
+        ]
+
+    _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1))
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:
@@ -81,18 +104,18 @@ def all_rules() -> Mapping[tuple[str, str], Rule]:
     return dict(_rules)
 
 
-class Node:
+class ForwardNode:
     """A forward node as its rule sees it."""
 
     def __init__(
         self,
         node: ir.Node,
-        op: Ops,
+        op: Recorder,
         grads: Sequence[ir.Value | None],
         attributes: Mapping[str, Any],
         active: frozenset[ir.Value] | set[ir.Value],
     ) -> None:
-        self.node = node
+        self.forward = node
         self.op = op
         self.attributes = attributes
         self.active = active
@@ -101,8 +124,16 @@ class Node:
         self._grads = grads
 
     @property
+    def op_type(self) -> str:
+        return self.forward.op_type
+
+    @property
     def inputs(self) -> Sequence[ir.Value | None]:
-        return self.node.inputs
+        return self.forward.inputs
+
+    @property
+    def outputs(self) -> Sequence[ir.Value]:
+        return self.forward.outputs
 
     def input(self, i: int) -> ir.Value:
         """The i-th input, which must be there."""
@@ -113,26 +144,39 @@ class Node:
 
     def optional(self, i: int) -> ir.Value | None:
         """The i-th input, or None if the node leaves it out."""
-        return self.node.inputs[i] if i < len(self.node.inputs) else None
+        return self.inputs[i] if i < len(self.inputs) else None
 
     def wants(self, i: int) -> bool:
         """Whether somebody asks for the gradient towards the i-th input."""
         return self.optional(i) in self.active
 
     def output(self, i: int) -> ir.Value:
-        """The i-th output; an optional one that the forward node leaves out is added to it."""
-        if i >= len(self.node.outputs):
-            self.node.resize_outputs(i + 1)
-        value = self.node.outputs[i]
+        """The i-th output, which must be there."""
+        if i >= len(self.outputs) or not self.outputs[i].name:
+            raise self.unsupported(f"it has no output {i}")
+        return self.outputs[i]
+
+    def add_output(self, i: int) -> ir.Value:
+        """The i-th output; one that the forward node leaves out is added to it."""
+        if i >= len(self.outputs):
+            self.forward.resize_outputs(i + 1)
+        value = self.outputs[i]
         if not value.name:
-            named = next(output.name for output in self.node.outputs if output.name)
+            named = next(output.name for output in self.outputs if output.name)
             value.name = self.op.names.fresh(f"{named}/output_{i}")
         return value
 
+    def become(self, op_type: str, domain: str) -> None:
+        """Have another operator in the place of the forward node.
+
+        Its first outputs must be those of the forward operator, so that who reads them does not notice.
+        """
+        self.forward.domain, self.forward.op_type, self.forward.version = domain, op_type, None
+
     def grad(self, i: int) -> ir.Value:
-        """The gradient of the i-th output: zeros if nothing flows back through that one."""
+        """The gradient of the i-th output: zeros of its shape if nothing flows back through that one."""
         given = self.optional_grad(i)
-        return self.op.full_like(self.output(i), 0.0) if given is None else given
+        return self.op.full_like(self.add_output(i), 0.0) if given is None else given
 
     def optional_grad(self, i: int) -> ir.Value | None:
         """The gradient of the i-th output, or None if nothing flows back through it."""

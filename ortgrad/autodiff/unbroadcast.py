@@ -11,10 +11,10 @@ from ortgrad.errors import NodeError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
-def unbroadcast(op: Ops, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:
+def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:
     """Sum a gradient of the shape of `output` over the axes along which `value` was stretched."""
     source, target = value.shape, output.shape
     if source is None or target is None:
@@ -43,8 +43,8 @@ def unbroadcast(op: Ops, grad: ir.Value, value: ir.Value, output: ir.Value) -> i
     return op.Squeeze(summed, list(range(lead))) if lead else summed
 
 
-def _unbroadcast_at_run_time(op: Ops, grad: ir.Value, value: ir.Value) -> ir.Value:
-    shape, full = op.shape(value), op.Shape(grad)
+def _unbroadcast_at_run_time(op: Recorder, grad: ir.Value, value: ir.Value) -> ir.Value:
+    shape, full = op.shape_of(value), op.Shape(grad)
     # The value's shape with ones in front, as long as the gradient's.
     missing = op.Sub(op.Shape(full), op.Shape(shape))
     aligned = op.Concat(op.Expand(np.array([1], np.int64), missing), shape, axis=0)

@@ -644,19 +644,17 @@ def _not_differentiable(node: onnx.NodeProto, proto: onnx.ModelProto) -> set[str
     """The inputs of a node that its schema declares to have no gradient: scales, axes, ratios."""
     operator = find_operator(node.op_type, node.domain)
     if operator is not None:
-        slots = zip(node.input, operator.inputs, strict=False)
-        return {name for name, slot in slots if name and slot.name in SETTINGS}
+        parameters = zip(node.input, operator.inputs, strict=False)
+        return {name for name, parameter in parameters if name and parameter.name in SETTINGS}
     if node.op_type == "ResizeGrad":
         return set(node.input[2:4])  # onnxruntime-training's: roi and scales
     version = next((o.version for o in proto.opset_import if o.domain == node.domain), 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return set()
-    parameters = onnx.defs.get_schema(node.op_type, version, node.domain).inputs
+    formal = onnx.defs.get_schema(node.op_type, version, node.domain).inputs
     never = onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
-    last = len(parameters) - 1
-    categories = [
-        (name, parameters[min(i, last)].differentiation_category) for i, name in enumerate(node.input)
-    ]
+    last = len(formal) - 1
+    categories = [(name, formal[min(i, last)].differentiation_category) for i, name in enumerate(node.input)]
     return {name for name, c in categories if c == never} - {name for name, c in categories if c != never}
 
 

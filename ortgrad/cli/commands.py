@@ -255,8 +255,8 @@ def _ops(arguments: argparse.Namespace) -> int:
         print("Gradient operators:")
         for operator in sorted(operators, key=lambda o: o.name):
             inputs, outputs = (
-                ", ".join(slot.name + "?" * slot.optional for slot in slots)
-                for slots in (operator.inputs, operator.outputs)
+                ", ".join(parameter.name + "?" * parameter.optional for parameter in parameters)
+                for parameters in (operator.inputs, operator.outputs)
             )
             formula = operator.doc.partition("\n")[0]
             print(f"  {operator.name}({inputs}) -> {outputs}\n      {formula}")

@@ -11,7 +11,7 @@ from ortgrad.autodiff.backward import BackwardPass, list_failures
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.proven_shapes import infer_proven_shapes
@@ -72,7 +72,7 @@ def _expand(model: ir.Model, node: ir.Node) -> None:
     mapping = {name: value for name, value in fed.items() if name is not value}
     if mapping:
         copies = [_copy(inner, mapping, names) for inner in nodes]
-    op = Ops(model.opset_imports[""], names)
+    op = Recorder(model.opset_imports[""], names)
     targets = [fed[values[name]] for name in xs]
     backward = BackwardPass(op, copies or nodes, targets)
     target = mapping.get(values[y], values[y])

@@ -18,9 +18,9 @@ from ortgrad.operators.declaration import DOMAIN
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
-Translation: TypeAlias = "Callable[[Ops, Foreign], Sequence[ir.Value | None]]"
+Translation: TypeAlias = "Callable[[Recorder, Foreign], Sequence[ir.Value | None]]"
 _translations: dict[str, Translation] = {}
 # onnxruntime-training keeps these in the default domain, where onnx does not know them.
 IN_DEFAULT_DOMAIN = ("SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad")
@@ -42,12 +42,12 @@ def write_in_standard_onnx(model: ir.Model) -> bool:
     """Replace every such node of the model, in place; False if there is none."""
     from ortgrad.graph.gradient_nodes import put_in_place
     from ortgrad.graph.names import Names
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
     nodes = [n for n in model.graph.all_nodes() if is_training_operator(n.op_type, n.domain)]
     names = Names.of(model)
     for node in nodes:
-        op = Ops(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
+        op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
         foreign = Foreign(node)
         try:
             results = _translations[node.op_type](op, foreign)
@@ -83,7 +83,7 @@ class Foreign:
             raise NodeError(f"attribute {name!r} is missing")
         return default if found is None else found.value
 
-    def gradients(self, op: Ops, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
+    def gradients(self, op: Recorder, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
         """The gradients of a forward node of these inputs, by its rule; input 0 is that of its output."""
         import onnx_ir as ir
 
@@ -117,20 +117,20 @@ def _translation(name: str) -> Callable[[Translation], Translation]:
 
 
 @_translation("ReduceSumTraining")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _reduce_sum_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     keep, noop = node.attribute("keepdims", 1), node.attribute("noop_with_empty_axes", 0)
     return [op.ReduceSum(node.input(0), node.input(1), keepdims=keep, noop_with_empty_axes=noop)]
 
 
 @_translation("SplitTraining")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _split_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     count = len(node.node.outputs)
     parts = op.Split(node.input(0), node.input(1), axis=node.attribute("axis", 0), _outputs=count)
     return [parts] if count == 1 else list(parts)
 
 
 @_translation("ConcatTraining")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _concat_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     values, axis = [node.input(i) for i in range(len(node.node.inputs))], node.attribute("axis")
     # An end of 0 would be the first axis.
     lengths = [op.Shape(value, start=axis, end=axis + 1 or None) for value in values]
@@ -138,7 +138,7 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("Scale")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     x = node.input(0)
     # One element may come as a vector, which must not give a scalar another rank.
     scale = op.CastLike(op.Reshape(node.input(1), np.zeros(0, np.int64)), x)
@@ -146,19 +146,19 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("ScaledSum")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _scaled_sum(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     count = sum(node.optional(i) is not None for i in range(3))
     return [op.Sum(*(op.Mul(node.input(i), node.attribute(f"scale_{i}")) for i in range(count)))]
 
 
 @_translation("BatchScale")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _batch_scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     count = len(node.node.outputs)
     return [op.Mul(node.input(0), node.attribute(f"scale_{i}")) for i in range(count)]
 
 
 @_translation("BroadcastGradientArgs")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _broadcast_gradient_args(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     """The axes, from the last to the first, over which the gradients of two stretched tensors are summed."""
     shapes = [node.input(0), node.input(1)]
     ranks = [op.Shape(shape) for shape in shapes]
@@ -180,39 +180,39 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("ZeroGradient")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _zero_gradient(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     return [op.full_like(node.input(0), 0.0)]
 
 
 @_translation("InPlaceAccumulator")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _in_place_accumulator(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     old, update = node.input(0), node.optional(2)
     total = op.Add(old, op.CastLike(node.input(1), old))
     return [total if update is None else op.Where(update, total, old)]
 
 
 @_translation("PassThrough")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _pass_through(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     return [op.copy(node.input(i)) for i in range(len(node.node.outputs))]
 
 
 @_translation("BiasFastGeluGrad_dX")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _bias_fast_gelu_grad_d_x(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     return [op.FastGeluGrad(node.input(0), op.Add(node.input(1), node.input(2)))]
 
 
 @_translation("DivGrad")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
+def _div_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | None]:
     return node.gradients(op, "Div", [1, 2])
 
 
 @_translation("ResizeGrad")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
+def _resize_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | None]:
     return node.gradients(op, "Resize", [1, 2, 3])[:1]
 
 
 @_translation("ConvTransposeGrad")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
+def _conv_transpose_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | None]:
     dx, dw = node.gradients(op, "ConvTranspose", [1, 2])
     dy = node.input(0)
     others = [axis for axis in range(op.rank(dy)) if axis != 1] if node.wants(2) else []
@@ -220,7 +220,7 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value | None]:
 
 
 @_translation("SoftmaxCrossEntropyLossInternal")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy_loss_internal(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     loss, log_prob = op.SoftmaxCrossEntropyLoss(
         *(node.input(0), node.input(1), node.optional(2)),
         reduction=node.attribute("reduction", "mean"),
@@ -231,7 +231,7 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("SoftmaxCrossEntropyLossInternalGrad")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     d_logits = op.SoftmaxCrossEntropyLossGrad(
         *(node.input(0), node.input(1), node.input(2), node.optional(3)),
         reduction=node.attribute("reduction", "mean"),
@@ -253,13 +253,13 @@ def _ignored(node: Foreign, i: int) -> int | None:
     return int(tensor.numpy().reshape(-1)[0])
 
 
-def _in_output_type(op: Ops, node: Foreign, value: ir.Value) -> ir.Value:
+def _in_output_type(op: Recorder, node: Foreign, value: ir.Value) -> ir.Value:
     wanted = node.node.attributes.get("output_type")
     return value if wanted is None else op.Cast(value, to=wanted.as_int())
 
 
 @_translation("SoftmaxCrossEntropy")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     """The loss of labels that are distributions over the classes, which are along the last axis."""
     log_prob = op.LogSoftmax(node.input(0), axis=-1)
     total = op.Neg(op.ReduceSum(op.Mul(node.input(1), log_prob), keepdims=0))
@@ -267,14 +267,14 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("SoftmaxCrossEntropyGrad")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     log_prob = node.input(1)
     factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob))
     return [op.Mul(op.Sub(op.Exp(log_prob), node.input(2)), factor)]
 
 
 @_translation("SparseSoftmaxCrossEntropy")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _sparse_softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     """The loss of labels that are numbers of classes along the last axis; each sample has a weight."""
     log_prob, label, weight = op.LogSoftmax(node.input(0), axis=-1), node.input(1), node.optional(2)
     chosen = op.GatherElements(log_prob, op.Unsqueeze(label, [-1]), axis=-1)
@@ -284,7 +284,7 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("SparseSoftmaxCrossEntropyGrad")
-def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
+def _sparse_softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     log_prob, label, weight = node.input(1), node.input(2), node.optional(3)
     factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob, weight))
     if weight is not None:
@@ -294,7 +294,7 @@ def _(op: Ops, node: Foreign) -> Sequence[ir.Value]:
     return [op.Mul(op.ScatterElements(p, index, one_less, axis=-1), factor)]
 
 
-def _rows(op: Ops, node: Foreign, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:
+def _rows(op: Recorder, node: Foreign, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:
     """What the sum of the losses is divided by."""
     reduction = node.attribute("reduction", "mean")
     if reduction not in ("mean", "sum"):

@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from ortgrad.errors import NodeError
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import Call
 
 
-def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+def record_body(op: Recorder, call: Call, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
     """Record the operator's body on `op`; one value per output, None for an unwanted one."""
     operator = call.operator
     if operator.body is None:
@@ -30,7 +30,8 @@ def record_body(op: Ops, call: Call, inputs: Sequence[ir.Value | None]) -> list[
             (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
         )
         checked = operands[main] = op.require(value, failures, what)
-        result = operator.body(op, *operands, **call.attributes, **extra)
+        with op.arithmetic():
+            result = operator.body(op, *operands, **call.attributes, **extra)
     except ValueError as error:
         raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
     results = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -61,25 +62,25 @@ def _depends(value: ir.Value, on: ir.Value) -> bool:
 def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> ir.Function:
     """The body as a model-local function, its overload a digest of its contents."""
     operator = call.operator
-    op = Ops(opset, Names(slot.name for slot in (*operator.inputs, *operator.outputs)))
-    parameters = [
+    op = Recorder(opset, Names(parameter.name for parameter in (*operator.inputs, *operator.outputs)))
+    arguments = [
         ir.Value(
-            name=slot.name,
+            name=parameter.name,
             type=value.type if value is not None else None,
             shape=value.shape if value is not None else None,
         )
-        for slot, value in zip(operator.inputs, inputs, strict=True)
+        for parameter, value in zip(operator.inputs, inputs, strict=True)
     ]
     outputs = []
-    for slot, value in zip(operator.outputs, record_body(op, call, parameters), strict=True):
+    for parameter, value in zip(operator.outputs, record_body(op, call, arguments), strict=True):
         # A function's output must come from a node of it, and from one place only.
-        output = op.copy(value if value is not None else _nothing(op, slot.type, parameters, call))
-        output.name = slot.name
+        output = op.copy(value if value is not None else _nothing(op, parameter.type, arguments, call))
+        output.name = parameter.name
         outputs.append(output)
-    graph = ir.Graph(parameters, outputs, nodes=op.nodes, opset_imports={"": opset})
-    for parameter in parameters:
+    graph = ir.Graph(arguments, outputs, nodes=op.nodes, opset_imports={"": opset})
+    for argument in arguments:
         # The same body serves every node; what is known of one node's inputs stays outside.
-        parameter.type = parameter.shape = None
+        argument.type = argument.shape = None
     function = ir.Function(operator.domain, operator.name, graph=graph, attributes=())
     for node in function:
         for output in node.outputs:
@@ -93,9 +94,9 @@ def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> 
     return function
 
 
-def _nothing(op: Ops, type_: str, parameters: Sequence[ir.Value], call: Call) -> ir.Value:
+def _nothing(op: Recorder, type_: str, arguments: Sequence[ir.Value], call: Call) -> ir.Value:
     """An empty tensor for an output that nobody reads."""
-    for slot, parameter in zip(call.operator.inputs, parameters, strict=True):
-        if slot.type == type_:
-            return op.CastLike(np.zeros(0, np.float32), parameter)
+    for parameter, argument in zip(call.operator.inputs, arguments, strict=True):
+        if parameter.type == type_:
+            return op.CastLike(np.zeros(0, np.float32), argument)
     return op.constant(np.zeros(0, np.dtype(type_)))

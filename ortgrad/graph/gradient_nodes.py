@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Shape, find_operator
 
@@ -27,7 +27,9 @@ def call_of(node: ir.Node, operator: Operator) -> Call:
     return parse_call(operator, node.attributes[CALL_ATTRIBUTE].as_string())
 
 
-def put_in_place(node: ir.Node, made: Sequence[ir.Node], op: Ops, results: Sequence[ir.Value | None]) -> None:
+def put_in_place(
+    node: ir.Node, made: Sequence[ir.Node], op: Recorder, results: Sequence[ir.Value | None]
+) -> None:
     """Replace a node by `made` and what `op` recorded; results are in the order of its outputs."""
     graph = node.graph
     assert graph is not None

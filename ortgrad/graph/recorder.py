@@ -1,9 +1,13 @@
-"""Bodies in standard ONNX operators: the `op` they are written with, and what is made of them."""
+"""The `op` with which bodies and gradient rules are written."""
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ import onnx_ir as ir
 from ortgrad.errors import NodeError
 from ortgrad.graph.names import Names
 from ortgrad.operators.assertions import REQUIRES
-from ortgrad.operators.declaration import Operator, find_anywhere, find_operator
+from ortgrad.operators.declaration import Operator, all_operators, find_anywhere, find_operator
 
 # The bodies use these operators as they are from this opset on (reductions with axes as an input,
 # ScatterElements with reduction, Pad with axes); older models are converted up to it.
@@ -33,10 +37,12 @@ RANDOM = frozenset(
 )
 
 
-class Ops(ir.tape.Tape):
+class Recorder(ir.tape.Tape):
     """Records nodes: `op.Mul(x, y)`, `op.Conv(x, w, pads=[1, 1])`, `op.TopK(x, k, _outputs=2)`.
 
-    The same operator on the same operands is recorded once.
+    In a body or rule, `x * y` and `1.0 - x` are recorded as well (see `arithmetic`). The same operator on the
+    same operands is recorded once. An operator that neither ONNX nor ortgrad has is an error, unless its
+    domain is given: `op.Inverse(x, _domain="com.microsoft")`.
 
     Among the operands, None is an absent input, a float is a constant of the element type of the
     first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
@@ -55,7 +61,7 @@ class Ops(ir.tape.Tape):
         self._recorded: dict[Any, Any] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
-        if op_type.startswith("_"):
+        if not op_type[0].isupper():
             raise AttributeError(op_type)
         return functools.partial(self._record, op_type)
 
@@ -74,6 +80,8 @@ class Ops(ir.tape.Tape):
         if key in self._recorded:
             return self._recorded[key]
         gradient = _declared(op_type, _domain)
+        if gradient is None and not _domain and not onnx.defs.has(op_type, self.opset):
+            raise _unknown_operator(op_type, self.opset)
         domain = gradient.domain if gradient else _domain
         outputs = self.add(op_type, inputs, attributes, outputs=_outputs, domain=domain)
         elements = self._element_types(op_type, gradient, inputs, attributes, _outputs)
@@ -138,7 +146,7 @@ class Ops(ir.tape.Tape):
         copied.type, copied.shape = value.type, value.shape
         return copied
 
-    def shape(self, value: ir.Value) -> ir.Value:
+    def shape_of(self, value: ir.Value) -> ir.Value:
         """The shape as an int64 vector: a constant if it is known, else computed."""
         if value.shape is not None and value.shape.is_static():
             return self.constant(np.array(value.shape.numpy(), np.int64))
@@ -146,7 +154,7 @@ class Ops(ir.tape.Tape):
 
     def full_like(self, value: ir.Value, number: float) -> ir.Value:
         """A tensor of the shape and element type of `value`, filled with a number."""
-        return self.Expand(self.number(number, value), self.shape(value))
+        return self.Expand(self.number(number, value), self.shape_of(value))
 
     def rank(self, value: ir.Value) -> int:
         """The number of dimensions, which must be known when the body is made."""
@@ -234,18 +242,39 @@ class Ops(ir.tape.Tape):
             node.name = value.name = f"{value.name}: {self.label}{REQUIRES}{what}"
         return value
 
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Have `+`, `-`, `*` and `/` on values record nodes here, on this thread."""
+        outer = _recording.set(self)
+        try:
+            with _arithmetic:
+                yield
+        finally:
+            _recording.reset(outer)
+
+    @contextmanager
+    def scoped(self, scope: str) -> Iterator[None]:
+        """Have what is recorded meanwhile named after something."""
+        outer, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = outer
+
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:
         """A graph for Scan, Loop or If: `build(op, *inputs)` records it and returns its outputs."""
         inner = self.inside(name)
+        with inner.arithmetic():
+            results = build(inner, *inputs)
         # An output of a graph must come from a node of it, and from one place only.
-        outputs = [inner.copy(value) for value in build(inner, *inputs)]
+        outputs = [inner.copy(value) for value in results]
         return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
 
-    def inside(self, name: str) -> Ops:
+    def inside(self, name: str) -> Recorder:
         """For the nodes of a subgraph."""
-        return Ops(self.opset, self.names, f"{self.scope}/{name}" if self.scope else name)
+        return Recorder(self.opset, self.names, f"{self.scope}/{name}" if self.scope else name)
 
     def _element_types(
         self,
@@ -262,16 +291,59 @@ class Ops(ir.tape.Tape):
             # Of Loop and Scan; what the other outputs of a Loop's body follow is its condition.
             return [value.dtype for value in body.outputs[-count:]]
         if gradient is not None:
-            types = [slot.type for slot in gradient.inputs]
+            types = [parameter.type for parameter in gradient.inputs]
             return [
-                _dtype(inputs, types.index(slot.type)) if slot.type in types else None
-                for slot in gradient.outputs
+                _dtype(inputs, types.index(parameter.type)) if parameter.type in types else None
+                for parameter in gradient.outputs
             ]
         return [
             # DataType is an int too.
             element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)
             for element in _output_types(op_type, self.opset, count)
         ]
+
+
+_recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
+
+
+class _Arithmetic:
+    """Hands arithmetic on values to the recorder that is at work.
+
+    onnx-ir has one place in the process for such a handler. It is taken only while somebody records, and what
+    other threads do meanwhile goes to whom it would have gone to.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._others: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._others = ir.set_value_magic_handler(self)
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                ir.set_value_magic_handler(self._others)
+
+    def __getattr__(self, op_type: str) -> Any:
+        return getattr(_recording.get() or self._others, op_type)
+
+
+_arithmetic: Any = _Arithmetic()
+
+
+def _unknown_operator(op_type: str, opset: int) -> AttributeError:
+    known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
+    near = difflib.get_close_matches(op_type, known | {operator.name for operator in all_operators()}, 1)
+    return AttributeError(
+        f"neither opset {opset} of ONNX nor ortgrad has an operator {op_type!r}"
+        + (f"; did you mean {near[0]!r}?" if near and near[0] != op_type else "")
+    )
 
 
 def _declared(op_type: str, domain: str) -> Operator | None:

@@ -70,11 +70,14 @@ def parse_call(operator: Operator, text: str | bytes) -> Call:
             f"{len(call.present)} inputs and {len(call.wanted)} outputs; "
             f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
         )
-    for slots, given, what in ((operator.inputs, present, "input"), (operator.outputs, wanted, "output")):
-        for slot, there in zip(slots, given, strict=True):
-            if not (there or slot.optional):
+    for parameters, given, what in (
+        (operator.inputs, present, "input"),
+        (operator.outputs, wanted, "output"),
+    ):
+        for parameter, there in zip(parameters, given, strict=True):
+            if not (there or parameter.optional):
                 raise NodeError(
-                    f"{what} {slot.name} of {operator.name} node {call.node!r} is marked as absent"
+                    f"{what} {parameter.name} of {operator.name} node {call.node!r} is marked as absent"
                 )
     return call
 

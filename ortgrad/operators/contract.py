@@ -30,7 +30,7 @@ from ortgrad.errors import NodeError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 Patterns: TypeAlias = "Mapping[str, str]"
 Dims: TypeAlias = "Patterns | Callable[..., Patterns]"
@@ -73,7 +73,7 @@ class _Row(NamedTuple):
     """The pattern of one input, or of what stands in it."""
 
     name: str
-    slot: int
+    parameter: int
     contents: bool
     tokens: tuple[_Token, ...]
 
@@ -99,12 +99,12 @@ class Contract:
         # One node sees the same shapes again and again.
         given = [None if a is None else a.shape for a in arrays]
         contents = [
-            None if (array := arrays[row.slot]) is None else array.tolist()
+            None if (array := arrays[row.parameter]) is None else array.tolist()
             for row in self._rows
             if row.contents
         ]
         if (given, contents) != self._passed:
-            values = dict(zip([row.slot for row in self._rows if row.contents], contents, strict=True))
+            values = dict(zip([row.parameter for row in self._rows if row.contents], contents, strict=True))
             self.check(given, values)
             self._passed = given, contents
 
@@ -113,10 +113,10 @@ class Contract:
         shapes = [None if value is None else _dimensions(value) for value in values]
         contents = {}
         for row in self._rows:
-            value = values[row.slot]
+            value = values[row.parameter]
             known = None if value is None or not row.contents else _contents(value)
             if known is not None:
-                contents[row.slot] = known
+                contents[row.parameter] = known
         self.check(shapes, contents)
 
     def check(self, shapes: Sequence[Known], contents: Mapping[int, Any]) -> None:
@@ -124,11 +124,11 @@ class Contract:
         dims: dict[str, int] = {}
         runs: dict[str, tuple[Any, ...]] = {}
         for row in self._rows:
-            shape: Any = shapes[row.slot]
+            shape: Any = shapes[row.parameter]
             if row.contents:
                 if shape is not None and len(shape) != 1:
                     raise self._misfit(row, shapes, contents)
-                shape = contents.get(row.slot)
+                shape = contents.get(row.parameter)
                 if shape is not None and any(d is not None and d < 0 for d in shape):
                     raise self._misfit(row, shapes, contents)
             if shape is not None and not _fits(row.tokens, shape, dims, runs):
@@ -136,24 +136,24 @@ class Contract:
 
     def _misfit(self, row: _Row, shapes: Sequence[Known], contents: Mapping[int, Any]) -> ValueError:
         def given(row: _Row) -> str:
-            value = contents.get(row.slot) if row.contents else None
-            known = shapes[row.slot] if value is None else value
+            value = contents.get(row.parameter) if row.contents else None
+            known = shapes[row.parameter] if value is None else value
             dims = (
                 "unknown" if known is None else f"[{', '.join('?' if d is None else str(d) for d in known)}]"
             )
             return f"{row.name}{' =' * (value is not None)} {dims}"
 
-        others = ", ".join(given(r) for r in self._rows if r is not row and shapes[r.slot] is not None)
+        others = ", ".join(given(r) for r in self._rows if r is not row and shapes[r.parameter] is not None)
         return ValueError(
             f"{given(row)} does not fit{' with ' if others else ''}{others}; the shapes must be {self.text}"
         )
 
-    def record(self, op: Ops, operands: Sequence[ir.Value | None]) -> list[ir.Value]:
+    def record(self, op: Recorder, operands: Sequence[ir.Value | None]) -> list[ir.Value]:
         """One vector of zeros if the operands' shapes fit; none if that is known already."""
         bound: dict[str, _Vector] = {}
         found: list[ir.Value] = []
         for row in self._rows:
-            value = operands[row.slot]
+            value = operands[row.parameter]
             if value is not None:
                 _Comparison(op, row, value, bound, found, self.text).run()
         return [found[0] if len(found) == 1 else op.Concat(*found, axis=0)] if found else []
@@ -212,7 +212,7 @@ class _Comparison:
 
     def __init__(
         self,
-        op: Ops,
+        op: Recorder,
         row: _Row,
         value: ir.Value,
         bound: dict[str, _Vector],
@@ -347,7 +347,7 @@ class _Comparison:
         self.found.append(op.Sub(actual, expected))
 
 
-def _times(op: Ops, vector: _Vector, factor: int) -> _Vector:
+def _times(op: Recorder, vector: _Vector, factor: int) -> _Vector:
     if factor == 1:
         return vector
     if isinstance(vector, tuple):
@@ -357,7 +357,7 @@ def _times(op: Ops, vector: _Vector, factor: int) -> _Vector:
     return product
 
 
-def _as_value(op: Ops, vector: _Vector) -> ir.Value:
+def _as_value(op: Recorder, vector: _Vector) -> ir.Value:
     return op.constant(np.array(vector, np.int64)) if isinstance(vector, tuple) else vector
 
 

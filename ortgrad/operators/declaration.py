@@ -44,7 +44,7 @@ Way = Literal["python", "onnx"]
 
 
 @dataclass(frozen=True)
-class Slot:
+class Parameter:
     """One input or output. `type` is a type variable such as "T" or an element type."""
 
     name: str
@@ -52,7 +52,7 @@ class Slot:
     optional: bool
 
     @classmethod
-    def parse(cls, text: str) -> Slot:
+    def parse(cls, text: str) -> Parameter:
         """Read "dY", "B?" (optional) or "SL?: int32"; the type is "T" if none is written."""
         name, _, type_ = (part.strip() for part in text.partition(":"))
         return cls(name.removesuffix("?"), type_ or "T", name.endswith("?"))
@@ -139,8 +139,8 @@ class Operator:
 
     name: str
     domain: str
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
     attributes: dict[str, Attribute]
     types: dict[str, tuple[str, ...]]
     kernel: Kernel
@@ -154,7 +154,7 @@ class Operator:
 
     @property
     def has_optional_outputs(self) -> bool:
-        return any(slot.optional for slot in self.outputs)
+        return any(parameter.optional for parameter in self.outputs)
 
     def takes_floats(self, i: int) -> bool:
         """Whether the i-th input is a tensor of floating-point numbers."""
@@ -183,7 +183,7 @@ class Operator:
 
     def contract(self, attributes: Mapping[str, Any]) -> Contract:
         """What the shapes of the inputs must satisfy with these attributes, all of them given."""
-        names = [slot.name for slot in self.inputs]
+        names = [parameter.name for parameter in self.inputs]
         return (
             Contract(names, self.dims(**attributes), attributes)
             if callable(self.dims)
@@ -222,8 +222,8 @@ class Operator:
         for combination in product(*choices):
             bound = dict(zip(names, combination, strict=True))
             yield Variant(
-                tuple(bound.get(slot.type, slot.type) for slot in self.inputs),
-                tuple(bound.get(slot.type, slot.type) for slot in self.outputs),
+                tuple(bound.get(parameter.type, parameter.type) for parameter in self.inputs),
+                tuple(bound.get(parameter.type, parameter.type) for parameter in self.outputs),
             )
 
 
@@ -262,8 +262,8 @@ def operator(
     key = (domain, name)
     if key in _operators:
         raise RegistrationError(f"operator {domain}::{name} is declared already")
-    slots = tuple(Slot.parse(text) for text in inputs)
-    shape_function = _like([s.name for s in slots].index(shapes)) if isinstance(shapes, str) else shapes
+    parameters = tuple(Parameter.parse(text) for text in inputs)
+    shape_function = _like([s.name for s in parameters].index(shapes)) if isinstance(shapes, str) else shapes
 
     def declare(kernel: Kernel) -> Operator:
         from ortgrad.operators.schema import check_schema
@@ -271,8 +271,8 @@ def operator(
         op = Operator(
             name=name,
             domain=domain,
-            inputs=slots,
-            outputs=tuple(Slot.parse(text) for text in outputs),
+            inputs=parameters,
+            outputs=tuple(Parameter.parse(text) for text in outputs),
             attributes={k: Attribute.declare(k, v) for k, v in (attributes or {}).items()},
             types={k: tuple(v) for k, v in (types or {"T": FLOATS}).items()},
             kernel=kernel,

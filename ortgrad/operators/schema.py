@@ -24,8 +24,8 @@ from ortgrad.operators.declaration import (
     Attribute,
     Operand,
     Operator,
+    Parameter,
     Shape,
-    Slot,
     all_operators,
 )
 from ortgrad.threads import call_elsewhere
@@ -110,8 +110,8 @@ def make_schema(operator: Operator) -> onnx.defs.OpSchema:
         operator.domain,
         1,
         doc=operator.doc,
-        inputs=[_parameter(slot) for slot in operator.inputs],
-        outputs=[_parameter(slot) for slot in operator.outputs],
+        inputs=[_parameter(parameter) for parameter in operator.inputs],
+        outputs=[_parameter(parameter) for parameter in operator.outputs],
         type_constraints=[
             (name, [_ELEMENT_TYPES[t] for t in types], "") for name, types in operator.types.items()
         ],
@@ -135,12 +135,12 @@ def make_schema(operator: Operator) -> onnx.defs.OpSchema:
     return schema
 
 
-def _parameter(slot: Slot) -> onnx.defs.OpSchema.FormalParameter:
+def _parameter(parameter: Parameter) -> onnx.defs.OpSchema.FormalParameter:
     options = onnx.defs.OpSchema.FormalParameterOption
     return onnx.defs.OpSchema.FormalParameter(
-        slot.name,
-        _ELEMENT_TYPES.get(slot.type, slot.type),
-        param_option=options.Optional if slot.optional else options.Single,
+        parameter.name,
+        _ELEMENT_TYPES.get(parameter.type, parameter.type),
+        param_option=options.Optional if parameter.optional else options.Single,
     )
 
 
@@ -161,20 +161,20 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
         raise onnx.shape_inference.InferenceError(f"{operator.name}: {error}") from error
     types: dict[str, int] = {}
     operands: list[Operand | None] = []
-    for i, slot in enumerate(operator.inputs):
+    for i, parameter in enumerate(operator.inputs):
         if i >= context.get_num_inputs() or not context.has_input(i):
             operands.append(None)
             continue
         given = context.get_input_type(i)
         if given is not None and given.tensor_type.elem_type:
-            types.setdefault(slot.type, given.tensor_type.elem_type)
+            types.setdefault(parameter.type, given.tensor_type.elem_type)
         operands.append(Operand(_shape_of(given), _value_of(context, i)) if call.present[i] else None)
     shapes = operator.shapes(*operands, **call.attributes)
     for i in range(context.get_num_outputs()):
-        slot = operator.outputs[i]
-        element = types.get(slot.type)
-        if element is None and slot.type in _ELEMENT_TYPES:
-            element = helper.np_dtype_to_tensor_dtype(np.dtype(slot.type))
+        parameter = operator.outputs[i]
+        element = types.get(parameter.type)
+        if element is None and parameter.type in _ELEMENT_TYPES:
+            element = helper.np_dtype_to_tensor_dtype(np.dtype(parameter.type))
         if element is not None and context.has_output(i):
             shape = shapes[i] if call.wanted[i] else (0,)
             context.set_output_type(i, helper.make_tensor_type_proto(element, shape))

@@ -11,18 +11,18 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _FLOAT, _DOUBLE = 1, 11  # TensorProto's numbers
 
 
-def cast_like(op: Ops, value: ir.Value, like: ir.Value) -> ir.Value:
+def cast_like(op: Recorder, value: ir.Value, like: ir.Value) -> ir.Value:
     """The value in the element type of `like`."""
     same = value.dtype is not None and value.dtype == like.dtype
     return value if same else op.CastLike(value, like)
 
 
-def count_along(op: Ops, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+def count_along(op: Recorder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
     """How many elements of X are along the axes, in its element type (half precision: float)."""
     wide = x.dtype is not None and x.dtype.itemsize == 8
     dims = None if x.shape is None else [x.shape[a] for a in axes]
@@ -33,13 +33,13 @@ def count_along(op: Ops, x: ir.Value, axes: Sequence[int]) -> ir.Value:
     return op.Cast(op.ReduceProd(lengths, keepdims=0), to=_DOUBLE if wide else _FLOAT)
 
 
-def widened(op: Ops, value: ir.Value) -> ir.Value:
+def widened(op: Recorder, value: ir.Value) -> ir.Value:
     """Half precision as float, for sums and squares."""
     half = value.dtype is not None and value.dtype.itemsize == 2
     return op.Cast(value, to=_FLOAT) if half else value
 
 
-def statistics(op: Ops, x: ir.Value, axes: list[int], epsilon: float) -> tuple[ir.Value, ir.Value]:
+def statistics(op: Recorder, x: ir.Value, axes: list[int], epsilon: float) -> tuple[ir.Value, ir.Value]:
     """The mean and the inverse standard deviation along axes, which stay with length 1."""
     mean = op.ReduceMean(x, axes)
     centred = op.Sub(x, mean)
@@ -47,5 +47,5 @@ def statistics(op: Ops, x: ir.Value, axes: list[int], epsilon: float) -> tuple[i
     return mean, op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
 
 
-def sum_of(op: Ops, parts: Sequence[ir.Value]) -> ir.Value:
+def sum_of(op: Recorder, parts: Sequence[ir.Value]) -> ir.Value:
     return parts[0] if len(parts) == 1 else op.Sum(*parts)

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _INT64, _FLOAT = 7, 1
 # Keys' cubic with a = -0.75: row i holds the coefficients of f**i for the four taps.
@@ -29,7 +29,7 @@ class Samples:
     spatial axis the components of a coordinate belong.
     """
 
-    op: Ops
+    op: Recorder
     rows: ir.Value  # (B, elements, C)
     indices: ir.Value  # (B, points * taps, 1) into the elements
     weights: Sequence[ir.Value]  # by component: (B, points) and one axis of taps per component
@@ -81,7 +81,13 @@ class Samples:
 
 
 def sample(
-    op: Ops, x: ir.Value, coordinates: ir.Value, order: Sequence[int], mode: str, padding: str, align: bool
+    op: Recorder,
+    x: ir.Value,
+    coordinates: ir.Value,
+    order: Sequence[int],
+    mode: str,
+    padding: str,
+    align: bool,
 ) -> Samples:
     """Points of the images x (B, C, ...) at coordinates (B, points, components), counted in elements."""
     table = {"nearest": _NEAREST, "linear": _LINEAR, "cubic": _CUBIC}[mode]
@@ -126,7 +132,7 @@ def sample(
     )
 
 
-def _polynomials(op: Ops, fraction: ir.Value, table: np.ndarray) -> tuple[ir.Value, ir.Value]:
+def _polynomials(op: Recorder, fraction: ir.Value, table: np.ndarray) -> tuple[ir.Value, ir.Value]:
     """The weights of the taps, polynomials of the fraction (..., 1), and their derivatives."""
     kind = fraction.dtype.numpy() if fraction.dtype is not None else np.float32
     one = op.Add(op.Mul(fraction, 0.0), 1.0)
@@ -140,7 +146,7 @@ def _polynomials(op: Ops, fraction: ir.Value, table: np.ndarray) -> tuple[ir.Val
     return weights, op.MatMul(op.Concat(*powers[:-1], axis=3), op.constant(steps.astype(kind)))
 
 
-def _inside(op: Ops, taps: ir.Value, lengths: ir.Value, padding: str, align: bool) -> ir.Value:
+def _inside(op: Recorder, taps: ir.Value, lengths: ir.Value, padding: str, align: bool) -> ir.Value:
     """Where in the image the taps read."""
     last = op.Sub(lengths, 1)
     if padding != "reflection":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 
@@ -105,7 +105,7 @@ def windows(
 
 
 def require_outputs(
-    op: Ops,
+    op: Recorder,
     dy: ir.Value,
     sizes: Sequence[int] | ir.Value,
     kernel: Sequence[int],

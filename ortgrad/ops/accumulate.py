@@ -11,7 +11,7 @@ from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operato
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 def _shapes(
@@ -51,8 +51,8 @@ def in_place_accumulator_v2(
 
 
 @in_place_accumulator_v2.onnx
-def _(
-    op: Ops, buffer: ir.Value, value: ir.Value, overwrite: ir.Value | None, *, wanted: tuple[bool, ...]
+def in_place_accumulator_v2_body(
+    op: Recorder, buffer: ir.Value, value: ir.Value, overwrite: ir.Value | None, *, wanted: tuple[bool, ...]
 ) -> tuple[ir.Value, ir.Value | None]:
     updated = op.constant(np.ones(1, np.bool_))
     if not wanted[1]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops._kernels import elementwise, keep_where
@@ -15,7 +15,7 @@ from ortgrad.ops._kernels import elementwise, keep_where
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 _LIKE_X = {"dY": "*S", "X": "*S"}
@@ -29,7 +29,7 @@ def relu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
 
 
 @relu_grad.onnx
-def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
+def relu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     return op.Where(op.Greater(x, 0.0), dy, 0.0)
 
 
@@ -46,7 +46,7 @@ def _sigmoid_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
 
 
 @sigmoid_grad.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value) -> ir.Value:
+def sigmoid_grad_body(op: Recorder, dy: ir.Value, y: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(dy, y), op.Sub(1.0, y))
 
 
@@ -63,7 +63,7 @@ def _tanh_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
 
 
 @tanh_grad.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value) -> ir.Value:
+def tanh_grad_body(op: Recorder, dy: ir.Value, y: ir.Value) -> ir.Value:
     return op.Mul(dy, op.Sub(1.0, op.Mul(y, y)))
 
 
@@ -87,7 +87,7 @@ def leaky_relu_grad(dy: np.ndarray, y: np.ndarray, *, alpha: float, empty: Empty
 
 
 @leaky_relu_grad.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value, *, alpha: float) -> ir.Value:
+def leaky_relu_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, alpha: float) -> ir.Value:
     _require_slope(alpha)
     positive = op.Greater(y, 0.0)
     if alpha <= 1:
@@ -118,7 +118,7 @@ def quick_gelu_grad(dy: np.ndarray, x: np.ndarray, *, alpha: float, empty: Empty
 
 
 @quick_gelu_grad.onnx
-def _(op: Ops, dy: ir.Value, x: ir.Value, *, alpha: float) -> ir.Value:
+def quick_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value, *, alpha: float) -> ir.Value:
     u = op.Clip(op.Mul(x, alpha), -_SATURATED, _SATURATED)
     return _gated_body(op, dy, u, u)
 
@@ -140,7 +140,7 @@ def _gated_grad(xdv: np.ndarray, dy: np.ndarray, e: np.ndarray) -> None:
     xdv *= dy
 
 
-def _gated_body(op: Ops, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
+def _gated_body(op: Recorder, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
     if u.dtype is not None and u.dtype.itemsize == 2:
         # exp(80) is not finite here, and Sigmoid is as exact as the type; in float32 it is not.
         s, rest = op.Sigmoid(u), op.Sigmoid(op.Neg(u))
@@ -177,7 +177,7 @@ def _fast_gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
 
 
 @fast_gelu_grad.onnx
-def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
+def fast_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     x = op.Clip(x, -_FAST_SATURATED, _FAST_SATURATED)
     cubic = op.Mul(op.Mul(x, x), _CUBIC)
     u = op.Mul(x, op.Add(cubic, _LINEAR))
@@ -192,7 +192,7 @@ def gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
 
 
 @gelu_grad.onnx
-def _(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
+def gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     return _gelu_body(op, dy, x)
 
 
@@ -209,7 +209,7 @@ def bias_gelu_grad_dx(dy: np.ndarray, x: np.ndarray, b: np.ndarray, *, empty: Em
 
 
 @bias_gelu_grad_dx.onnx
-def _(op: Ops, dy: ir.Value, x: ir.Value, b: ir.Value) -> ir.Value:
+def bias_gelu_grad_dx_body(op: Recorder, dy: ir.Value, x: ir.Value, b: ir.Value) -> ir.Value:
     return _gelu_body(op, dy, op.Add(x, b))
 
 
@@ -283,7 +283,7 @@ def _gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
     h *= dy
 
 
-def _gelu_body(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
+def _gelu_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     x = op.Clip(x, -_GELU_SATURATED, _GELU_SATURATED)
     density = op.Mul(op.Exp(op.Mul(op.Mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
     if x.dtype is not None and x.dtype.itemsize == 8:
@@ -301,22 +301,22 @@ def _gelu_body(op: Ops, dy: ir.Value, x: ir.Value) -> ir.Value:
 
 
 @gradient("Relu")
-def _(node: Node) -> Slots:
+def relu_gradient(node: ForwardNode) -> Gradients:
     return (node.op.ReluGrad(node.grad(0), node.output(0)),)
 
 
 @gradient("Sigmoid")
-def _(node: Node) -> Slots:
+def sigmoid_gradient(node: ForwardNode) -> Gradients:
     return (node.op.SigmoidGrad(node.grad(0), node.output(0)),)
 
 
 @gradient("Tanh")
-def _(node: Node) -> Slots:
+def tanh_gradient(node: ForwardNode) -> Gradients:
     return (node.op.TanhGrad(node.grad(0), node.output(0)),)
 
 
 @gradient("LeakyRelu")
-def _(node: Node) -> Slots:
+def leaky_relu_gradient(node: ForwardNode) -> Gradients:
     op, dy, alpha = node.op, node.grad(0), node.attribute("alpha")
     if alpha < 0:
         return (op.Where(op.Greater(node.input(0), 0.0), dy, op.Mul(dy, alpha)),)
@@ -324,62 +324,62 @@ def _(node: Node) -> Slots:
 
 
 @gradient("PRelu", broadcasts=True)
-def _(node: Node) -> Slots:
+def p_relu_gradient(node: ForwardNode) -> Gradients:
     op, dy, x = node.op, node.grad(0), node.input(0)
     positive = op.Greater(x, 0.0)
     return op.Where(positive, dy, op.Mul(dy, node.input(1))), op.Where(positive, 0.0, op.Mul(dy, x))
 
 
 @gradient("ThresholdedRelu")
-def _(node: Node) -> Slots:
+def thresholded_relu_gradient(node: ForwardNode) -> Gradients:
     op = node.op
     return (op.Where(op.Greater(node.input(0), node.attribute("alpha")), node.grad(0), 0.0),)
 
 
 @gradient("Shrink")
-def _(node: Node) -> Slots:
+def shrink_gradient(node: ForwardNode) -> Gradients:
     op = node.op
     outside = op.Greater(op.Abs(node.input(0)), node.attribute("lambd"))
     return (op.Where(outside, node.grad(0), 0.0),)
 
 
 @gradient("Elu")
-def _(node: Node) -> Slots:
+def elu_gradient(node: ForwardNode) -> Gradients:
     return (_exponential_grad(node, 1.0, node.op.Add(node.output(0), node.attribute("alpha"))),)
 
 
 @gradient("Selu")
-def _(node: Node) -> Slots:
+def selu_gradient(node: ForwardNode) -> Gradients:
     alpha, gamma = node.attribute("alpha"), node.attribute("gamma")
     return (_exponential_grad(node, gamma, node.op.Add(node.output(0), alpha * gamma)),)
 
 
 @gradient("Celu")
-def _(node: Node) -> Slots:
+def celu_gradient(node: ForwardNode) -> Gradients:
     op = node.op
     return (_exponential_grad(node, 1.0, op.Add(op.Div(node.output(0), node.attribute("alpha")), 1.0)),)
 
 
-def _exponential_grad(node: Node, slope: float, exponential: ir.Value) -> ir.Value:
+def _exponential_grad(node: ForwardNode, slope: float, exponential: ir.Value) -> ir.Value:
     """A constant slope for positive X, the exponential (which Y gives without overflow) for negative X."""
     op = node.op
     return op.Mul(node.grad(0), op.Where(op.Greater(node.input(0), 0.0), slope, exponential))
 
 
 @gradient("Softplus")
-def _(node: Node) -> Slots:
+def softplus_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.grad(0), node.op.Sigmoid(node.input(0))),)
 
 
 @gradient("Softsign")
-def _(node: Node) -> Slots:
+def softsign_gradient(node: ForwardNode) -> Gradients:
     op = node.op
     root = op.Add(op.Abs(node.input(0)), 1.0)
     return (op.Div(node.grad(0), op.Mul(root, root)),)
 
 
 @gradient("Mish")
-def _(node: Node) -> Slots:
+def mish_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     t = op.Tanh(op.Softplus(x))
     slope = op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))
@@ -387,49 +387,49 @@ def _(node: Node) -> Slots:
 
 
 @gradient("HardSigmoid")
-def _(node: Node) -> Slots:
+def hard_sigmoid_gradient(node: ForwardNode) -> Gradients:
     op, y = node.op, node.output(0)
     inside = op.And(op.Greater(y, 0.0), op.Less(y, 1.0))
     return (op.Where(inside, op.Mul(node.grad(0), node.attribute("alpha")), 0.0),)
 
 
 @gradient("HardSwish")
-def _(node: Node) -> Slots:
+def hard_swish_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     slope = op.Where(op.Less(x, 3.0), op.Add(op.Mul(x, 1 / 3), 0.5), 1.0)
     return (op.Mul(node.grad(0), op.Where(op.Greater(x, -3.0), slope, 0.0)),)
 
 
 @gradient("Swish")
-def _(node: Node) -> Slots:
+def swish_gradient(node: ForwardNode) -> Gradients:
     return (node.op.QuickGeluGrad(node.grad(0), node.input(0), alpha=node.attribute("alpha")),)
 
 
 @gradient("QuickGelu", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def quick_gelu_gradient(node: ForwardNode) -> Gradients:
     return (node.op.QuickGeluGrad(node.grad(0), node.input(0), alpha=node.attribute("alpha")),)
 
 
 @gradient("Gelu")
-def _(node: Node) -> Slots:
+def gelu_gradient(node: ForwardNode) -> Gradients:
     if node.attribute("approximate") == "tanh":
         return (node.op.FastGeluGrad(node.grad(0), node.input(0)),)
     return (node.op.GeluGrad(node.grad(0), node.input(0)),)
 
 
 @gradient("Gelu", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def gelu_gradient_of_node(node: ForwardNode) -> Gradients:
     return (node.op.GeluGrad(node.grad(0), node.input(0)),)
 
 
 @gradient("FastGelu", domain="com.microsoft", broadcasts=True)
-def _(node: Node) -> Slots:
+def fast_gelu_gradient(node: ForwardNode) -> Gradients:
     op, x, bias = node.op, node.input(0), node.optional(1)
     dx = op.FastGeluGrad(node.grad(0), x if bias is None else op.Add(x, bias))
     return dx, dx
 
 
 @gradient("BiasGelu", domain="com.microsoft", broadcasts=True)
-def _(node: Node) -> Slots:
+def bias_gelu_gradient(node: ForwardNode) -> Gradients:
     dx = node.op.BiasGeluGrad_dX(node.grad(0), node.input(0), node.input(1))
     return dx, dx

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
@@ -24,8 +24,8 @@ _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
 
 
 @gradient("Attention")
-def _(node: Node) -> Slots:
-    return _Attention(node).slots()
+def attention_gradient(node: ForwardNode) -> Gradients:
+    return _Attention(node).gradients()
 
 
 class _Attention:
@@ -36,7 +36,7 @@ class _Attention:
     of one matrix, so that the products below add up their gradients.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: ForwardNode) -> None:
         self.node, self.op = node, node.op
         self.flat = node.rank() == 3
         self.past = node.optional(4) is not None
@@ -51,7 +51,7 @@ class _Attention:
         self.v = forward[2] if self.past else self._split(node.input(2), self.kv_heads)
         self.p = self._group_scores(without_nan(node, forward[3], 0.0))
 
-    def slots(self) -> Slots:
+    def gradients(self) -> Gradients:
         node, op = self.node, self.op
         d_qk = None if node.optional_grad(3) is None else self._group_scores(node.grad(3))
         dv = ds = d_mask = None
@@ -96,15 +96,15 @@ class _Attention:
         """The outputs of the forward node with P as the last one, or of one like it."""
         import onnx_ir as ir  # takes a while
 
-        node, forward = self.node, self.node.node
+        node, forward = self.node, self.node.forward
         taken = len(forward.outputs) > 3 and bool(forward.outputs[3].name)
         if taken and self.mode != _PROBABILITIES:
             attributes = {**node.attributes, "qk_matmul_output_mode": _PROBABILITIES}
             outputs: Sequence[ir.Value] = self.op.Attention(*node.inputs, _outputs=4, **attributes)
         else:
             forward.attributes.add(ir.AttrInt64("qk_matmul_output_mode", _PROBABILITIES))
-            node.output(3)
-            outputs = [node.output(i) if self.past else value for i, value in enumerate(forward.outputs)]
+            node.add_output(3)
+            outputs = [node.add_output(i) if self.past else value for i, value in enumerate(forward.outputs)]
         for value in outputs:
             value.type = node.input(0).type
         return outputs
@@ -191,7 +191,7 @@ def _dim(value: ir.Value, axis: int) -> int | None:
 
 
 @gradient("RotaryEmbedding")
-def _(node: Node) -> Slots:
+def rotary_embedding_gradient(node: ForwardNode) -> Gradients:
     # A rotation is undone by the one with the opposite angle.
     op, dy, positions = node.op, node.grad(0), node.optional(3)
     dx = op.RotaryEmbedding(dy, node.input(1), op.Neg(node.input(2)), positions, **node.attributes)
@@ -202,11 +202,11 @@ def _(node: Node) -> Slots:
     d_sin = op.ReduceSum(op.Sub(op.Mul(d2, x1), op.Mul(d1, x2)), [2], keepdims=0)
     if positions is None:
         return dx, d_cos, d_sin
-    shape = op.shape(node.input(1))
+    shape = op.shape_of(node.input(1))
     return dx, *(op.GatherGrad(shape, positions, d, axis=0) for d in (d_cos, d_sin))
 
 
-def _pairs(node: Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
     """What is rotated together, both as [batch, length, head, pair]."""
     op, width = node.op, node.attribute("rotary_embedding_dim")
     if node.rank() == 3:
@@ -222,7 +222,7 @@ def _pairs(node: Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 @gradient("RotaryEmbedding", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def rotary_embedding_gradient_of_node(node: ForwardNode) -> Gradients:
     op = node.op
     if node.wants(2) or node.wants(3):
         raise node.unsupported("a gradient towards its caches is not known; use RotaryEmbedding of ai.onnx")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import blockwise
@@ -16,7 +16,7 @@ from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_o
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _Arrays = tuple[np.ndarray | None, ...]
 
@@ -85,8 +85,8 @@ def batch_normalization_grad(
 
 
 @batch_normalization_grad.onnx
-def _(
-    op: Ops,
+def batch_normalization_grad_body(
+    op: Recorder,
     dy: ir.Value,
     x: ir.Value,
     scale: ir.Value,
@@ -179,8 +179,8 @@ def batch_norm_internal(
 
 
 @batch_norm_internal.onnx
-def _(
-    op: Ops,
+def batch_norm_internal_body(
+    op: Recorder,
     x: ir.Value,
     scale: ir.Value,
     b: ir.Value,
@@ -228,7 +228,7 @@ def _check_channels(x: np.ndarray, **vectors: np.ndarray) -> None:
             )
 
 
-def _require_channels(op: Ops, value: ir.Value, x: ir.Value, scale: ir.Value, rank: int) -> ir.Value:
+def _require_channels(op: Recorder, value: ir.Value, x: ir.Value, scale: ir.Value, rank: int) -> ir.Value:
     """The value; scale, and all that is as long, must have one number per channel of X."""
     known = [
         None if v.shape is None else v.shape[i] for v, i in ((x, 1), (scale, 0)) if rank > 1 or v is scale
@@ -254,21 +254,21 @@ def _other_axes(rank: int) -> list[int]:
     return [0, *range(2, rank)]
 
 
-def _on_channels(op: Ops, vector: ir.Value, rank: int) -> ir.Value:
+def _on_channels(op: Recorder, vector: ir.Value, rank: int) -> ir.Value:
     """A value per channel so that it broadcasts with [batch, channel, ...]."""
     return op.Unsqueeze(vector, list(range(1, rank - 1))) if rank > 2 else vector
 
 
-def _channel_sum(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+def _channel_sum(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
     return op.ReduceSum(value, _other_axes(rank), keepdims=int(rank == 1))
 
 
-def _channel_mean(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+def _channel_mean(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
     return op.ReduceMean(value, _other_axes(rank), keepdims=int(rank == 1))
 
 
 @gradient("BatchNormalization")
-def _(node: Node) -> Slots:
+def batch_normalization_gradient(node: ForwardNode) -> Gradients:
     op, rank = node.op, node.rank()
     if node.attribute("training_mode"):
         return _batch_statistics_grad(node)
@@ -288,18 +288,18 @@ def _(node: Node) -> Slots:
     )
 
 
-def _batch_statistics_grad(node: Node) -> Slots:
+def _batch_statistics_grad(node: ForwardNode) -> Gradients:
     op, rank, momentum = node.op, node.rank(), node.attribute("momentum")
     x = widened(op, node.input(0))
     mean = _channel_mean(op, x, rank)
     centred = op.Sub(x, _on_channels(op, mean, rank))
     d_running_mean, d_running_var = node.optional_grad(1), node.optional_grad(2)
-    slots: list[ir.Value | None] = [None] * 5
+    gradients: list[ir.Value | None] = [None] * 5
     parts = []
     if node.optional_grad(0) is not None:
         var = _channel_mean(op, op.Mul(centred, centred), rank)
         inv = op.Reciprocal(op.Sqrt(op.Add(var, node.attribute("epsilon"))))
-        dx, slots[1], slots[2] = op.BatchNormalizationGrad(
+        dx, gradients[1], gradients[2] = op.BatchNormalizationGrad(
             widened(op, node.grad(0)),
             x,
             node.input(1),
@@ -312,19 +312,19 @@ def _batch_statistics_grad(node: Node) -> Slots:
     # The running statistics are momentum * input + (1 - momentum) * the batch's.
     share = op.Div(op.number(1 - momentum, x), count_along(op, x, _other_axes(rank)))
     if d_running_var is not None:
-        slots[4] = op.Mul(d_running_var, momentum)
+        gradients[4] = op.Mul(d_running_var, momentum)
         slope = op.Mul(op.Mul(cast_like(op, d_running_var, x), 2.0), share)
         parts.append(op.Mul(centred, _on_channels(op, slope, rank)))
     if d_running_mean is not None:
-        slots[3] = op.Mul(d_running_mean, momentum)
+        gradients[3] = op.Mul(d_running_mean, momentum)
         shift = _on_channels(op, op.Mul(cast_like(op, d_running_mean, x), share), rank)
-        parts.append(shift if parts else op.Expand(shift, op.shape(x)))
-    slots[0] = sum_of(op, parts)
-    return slots
+        parts.append(shift if parts else op.Expand(shift, op.shape_of(x)))
+    gradients[0] = sum_of(op, parts)
+    return gradients
 
 
 @gradient("InstanceNormalization")
-def _(node: Node) -> Slots:
+def instance_normalization_gradient(node: ForwardNode) -> Gradients:
     op, rank = node.op, node.rank()
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
     axes = list(range(2, rank))
@@ -340,10 +340,10 @@ def _(node: Node) -> Slots:
 
 
 @gradient("GroupNormalization")
-def _(node: Node) -> Slots:
+def group_normalization_gradient(node: ForwardNode) -> Gradients:
     op, rank, groups = node.op, node.rank(), node.attribute("num_groups")
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
-    scale, shape, grouped = cast_like(op, node.input(1), x), op.shape(x), [0, groups, -1]
+    scale, shape, grouped = cast_like(op, node.input(1), x), op.shape_of(x), [0, groups, -1]
     per_group = op.opset < 21  # before, scale and bias have a value per group, not per channel
     values = op.Reshape(x, grouped)
     mean, inv = statistics(op, values, [2], node.attribute("epsilon"))
@@ -359,7 +359,7 @@ def _(node: Node) -> Slots:
 
 
 def _standardized_grad(
-    op: Ops, g: ir.Value, normalized: ir.Value, inv: ir.Value, axes: list[int]
+    op: Recorder, g: ir.Value, normalized: ir.Value, inv: ir.Value, axes: list[int]
 ) -> ir.Value:
     """inv * (g - mean(g) - N * mean(g * N)), g the gradient of N = (X - mean) * inv"""
     pull = op.Mul(normalized, op.ReduceMean(op.Mul(g, normalized), axes))
@@ -367,7 +367,7 @@ def _standardized_grad(
 
 
 @gradient("MeanVarianceNormalization")
-def _(node: Node) -> Slots:
+def mean_variance_normalization_gradient(node: ForwardNode) -> Gradients:
     op, axes = node.op, [axis % node.rank() for axis in node.attribute("axes")]
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
     centred = op.Sub(x, op.ReduceMean(x, axes))

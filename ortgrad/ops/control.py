@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 @gradient("If")
-def _(node: Node) -> Slots:
+def if_gradient(node: ForwardNode) -> Gradients:
     names = ("then_branch", "else_branch")
     graphs = [node.attribute(name) for name in names]
     captured = _active_captures(node, graphs)
-    seeds = {i: g for i in range(len(node.node.outputs)) if (g := node.optional_grad(i)) is not None}
+    seeds = {i: g for i in range(len(node.outputs)) if (g := node.optional_grad(i)) is not None}
     branches = {}
     for name, graph in zip(names, graphs, strict=True):
         body = _Body(node, graph)
@@ -39,7 +39,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Loop")
-def _(node: Node) -> Slots:
+def loop_gradient(node: ForwardNode) -> Gradients:
     op, graph = node.op, node.attribute("body")
     count = len(graph.inputs) - 2
     before, after = slice(2, 2 + count), slice(1, 1 + count)
@@ -67,7 +67,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Scan")
-def _(node: Node) -> Slots:
+def scan_gradient(node: ForwardNode) -> Gradients:
     import onnx_ir as ir
 
     graph, scanned = node.attribute("body"), node.attribute("num_scan_inputs")
@@ -96,7 +96,7 @@ def _(node: Node) -> Slots:
     for name in ("scan_output_axes", "scan_output_directions"):
         if node.attribute(name):
             saved = len(graph.outputs) - count - outputs
-            node.node.attributes.add(ir.AttrInt64s(name, [*node.attribute(name), *[0] * saved]))
+            node.forward.attributes.add(ir.AttrInt64s(name, [*node.attribute(name), *[0] * saved]))
     if not scans:
         # Something must say how often.
         scans.append((body.inputs[count], node.input(count), axes[0], 0))
@@ -129,7 +129,7 @@ class _Body:
     `inputs` and `outputs` are those of the forward graph; `graph` has none until they are set.
     """
 
-    def __init__(self, node: Node, graph: ir.Graph) -> None:
+    def __init__(self, node: ForwardNode, graph: ir.Graph) -> None:
         _refuse_random(node, graph)
         self._node = node
         self.graph = graph.clone(allow_outer_scope_values=True)
@@ -140,7 +140,7 @@ class _Body:
         self.graph.outputs.clear()
         self.op = self.new_ops()
 
-    def new_ops(self) -> Ops:
+    def new_ops(self) -> Recorder:
         return self._node.op.inside(self.graph.name or "body")
 
     def value_like(self, value: ir.Value, name: str) -> ir.Value:
@@ -178,7 +178,7 @@ class _Body:
             if not any(value in kept or value.uses() for value in made.outputs):
                 self.graph.remove(made, safe=True)
 
-    def provide(self, front: Ops, values: Mapping[ir.Value, ir.Value]) -> None:
+    def provide(self, front: Recorder, values: Mapping[ir.Value, ir.Value]) -> None:
         """Put what `front` has recorded in the place of values that were left open."""
         import onnx_ir as ir
 
@@ -199,9 +199,9 @@ class _Step:
 
     def __init__(
         self,
-        node: Node,
+        node: ForwardNode,
         graph: ir.Graph,
-        operands: Slots,
+        operands: Gradients,
         inputs: slice,
         outputs: slice,
         *,
@@ -311,14 +311,14 @@ def _activated(
         found += more
 
 
-def _active_captures(node: Node, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
+def _active_captures(node: ForwardNode, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
     from ortgrad.graph.traversal import captured_values
 
     found = dict.fromkeys(value for graph in graphs for value in captured_values(graph))
     return [value for value in found if value in node.active]
 
 
-def _refuse_random(node: Node, graph: ir.Graph) -> None:
+def _refuse_random(node: ForwardNode, graph: ir.Graph) -> None:
     """Random nodes would draw other numbers when the backward node runs them again."""
     from onnx_ir.traversal import RecursiveGraphIterator
 
@@ -331,7 +331,7 @@ def _refuse_random(node: Node, graph: ir.Graph) -> None:
 
 
 def _save(
-    node: Node, graph: ir.Graph, i: int, states: slice, plain: Sequence[bool] | None = None
+    node: ForwardNode, graph: ir.Graph, i: int, states: slice, plain: Sequence[bool] | None = None
 ) -> ir.Value:
     """Make a loop put out, for every iteration, the i-th input of its body.
 
@@ -350,7 +350,7 @@ def _save(
             continue
         if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is value:
             # A model that was built before saves it already.
-            return node.output(place - states.start)
+            return node.add_output(place - states.start)
     name = node.op.names.fresh(f"{value.name}/saved")
     keeper = ir.Node("", "Identity", [value], name=name)
     kept = keeper.outputs[0]
@@ -359,14 +359,14 @@ def _save(
     kept.name, kept.type, kept.shape = name, value.type, shape
     graph.append(keeper)
     graph.outputs.append(kept)
-    saved = node.output(len(graph.outputs) - 1 - states.start)
+    saved = node.add_output(len(graph.outputs) - 1 - states.start)
     saved.type = value.type
     saved.shape = None if shape is None else ir.Shape([None, *shape])
     return saved
 
 
 def _emit(
-    op: Ops,
+    op: Recorder,
     op_type: str,
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Any],

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import FLOATS, Empty, operator
 from ortgrad.ops._kernels import elementwise, keep_where
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _CONTRACT: dict[str, Any] = {
     "inputs": ["dY", "mask?: bool", "ratio?: T1", "training_mode?: bool"],
@@ -67,8 +67,8 @@ def trainable_dropout_grad(
 
 @dropout_grad.onnx
 @trainable_dropout_grad.onnx
-def _(
-    op: Ops, dy: ir.Value, mask: ir.Value | None, ratio: ir.Value | None, training_mode: ir.Value | None
+def dropout_grad_body(
+    op: Recorder, dy: ir.Value, mask: ir.Value | None, ratio: ir.Value | None, training_mode: ir.Value | None
 ) -> ir.Value:
     if mask is None:
         return op.Identity(dy)
@@ -91,9 +91,11 @@ def _(
 
 
 @gradient("Dropout")
-def _(node: Node) -> Slots:
+def dropout_gradient(node: ForwardNode) -> Gradients:
     dy, training = node.grad(0), node.optional(2)
     known = node.constant(2)
     if training is None or (known is not None and not known.any()):
         return (dy,)
-    return (node.op.DropoutGrad(dy, node.output(1), node.optional(1), training if known is None else None),)
+    return (
+        node.op.DropoutGrad(dy, node.add_output(1), node.optional(1), training if known is None else None),
+    )

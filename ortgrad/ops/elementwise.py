@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ortgrad.autodiff.rules import Node, Slots, gradient, no_gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient, no_gradient
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -20,46 +20,46 @@ no_gradient("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformL
 
 
 @gradient("Identity")
-def _(node: Node) -> Slots:
+def identity_gradient(node: ForwardNode) -> Gradients:
     return (node.grad(0),)
 
 
 @gradient("Cast", "CastLike")
-def _(node: Node) -> Slots:
+def cast_gradient(node: ForwardNode) -> Gradients:
     return (_in_type_of(node, node.grad(0), node.input(0)),)
 
 
 @gradient("Add", broadcasts=True)
-def _(node: Node) -> Slots:
+def add_gradient(node: ForwardNode) -> Gradients:
     return node.grad(0), node.grad(0)
 
 
 @gradient("Sub", broadcasts=True)
-def _(node: Node) -> Slots:
+def sub_gradient(node: ForwardNode) -> Gradients:
     return node.grad(0), node.op.Neg(node.grad(0))
 
 
 @gradient("Mul", broadcasts=True)
-def _(node: Node) -> Slots:
+def mul_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     return op.Mul(dy, node.input(1)), op.Mul(dy, node.input(0))
 
 
 @gradient("Div", broadcasts=True)
-def _(node: Node) -> Slots:
+def div_gradient(node: ForwardNode) -> Gradients:
     da = node.op.Div(node.grad(0), node.input(1))
     return da, node.op.Neg(node.op.Mul(da, node.output(0)))
 
 
 @gradient("Mod", broadcasts=True)
-def _(node: Node) -> Slots:
+def mod_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     quotient = op.Round(op.Div(op.Sub(node.input(0), node.output(0)), node.input(1)))
     return dy, op.Neg(op.Mul(dy, quotient))
 
 
 @gradient("Pow", broadcasts=True)
-def _(node: Node) -> Slots:
+def pow_gradient(node: ForwardNode) -> Gradients:
     op, dy, x = node.op, node.grad(0), node.input(0)
     known = node.constant(1)
     if known is not None and known.size == 1 and not node.wants(1):
@@ -73,7 +73,7 @@ def _(node: Node) -> Slots:
     return dx, de
 
 
-def _power_grad(node: Node, e: float) -> ir.Value | None:
+def _power_grad(node: ForwardNode, e: float) -> ir.Value | None:
     op, dy, x = node.op, node.grad(0), node.input(0)
     if e == 0:
         return None
@@ -82,32 +82,32 @@ def _power_grad(node: Node, e: float) -> ir.Value | None:
     return op.Mul(dy, op.Mul(x if e == 2 else op.Pow(x, op.number(e - 1, x)), e))
 
 
-def _in_type_of(node: Node, value: ir.Value, like: ir.Value) -> ir.Value:
+def _in_type_of(node: ForwardNode, value: ir.Value, like: ir.Value) -> ir.Value:
     if value.dtype is not None and value.dtype == like.dtype:
         return value
     return node.op.CastLike(value, like)
 
 
 @gradient("Sum", broadcasts=True)
-def _(node: Node) -> Slots:
+def sum_gradient(node: ForwardNode) -> Gradients:
     return [node.grad(0)] * len(node.inputs)
 
 
 @gradient("Mean", broadcasts=True)
-def _(node: Node) -> Slots:
+def mean_gradient(node: ForwardNode) -> Gradients:
     count = len(node.inputs)
     share = node.grad(0) if count == 1 else node.op.Mul(node.grad(0), 1 / count)
     return [share] * count
 
 
 @gradient("Max", "Min", broadcasts=True)
-def _(node: Node) -> Slots:
+def max_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     if len(node.inputs) == 1:
         return (dy,)
     if len(node.inputs) == 2:
         a, b = node.input(0), node.input(1)
-        wins = op.Greater(a, b) if node.node.op_type == "Max" else op.Less(a, b)
+        wins = op.Greater(a, b) if node.op_type == "Max" else op.Less(a, b)
         da = op.Where(op.Equal(a, b), op.Mul(dy, 0.5), op.Where(wins, dy, 0.0))
         return da, op.Sub(dy, da)
     # Those that are equal to the result share its gradient.
@@ -117,13 +117,13 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Where", broadcasts=True)
-def _(node: Node) -> Slots:
+def where_gradient(node: ForwardNode) -> Gradients:
     op, dy, condition = node.op, node.grad(0), node.input(0)
     return None, op.Where(condition, dy, 0.0), op.Where(condition, 0.0, dy)
 
 
 @gradient("Clip", broadcasts=True)
-def _(node: Node) -> Slots:
+def clip_gradient(node: ForwardNode) -> Gradients:
     op, dy, x = node.op, node.grad(0), node.input(0)
     low, high = node.optional(1), node.optional(2)
     if low is None and high is None:
@@ -138,117 +138,117 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Neg")
-def _(node: Node) -> Slots:
+def neg_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Neg(node.grad(0)),)
 
 
 @gradient("Abs")
-def _(node: Node) -> Slots:
+def abs_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.grad(0), node.op.Sign(node.input(0))),)
 
 
 @gradient("Sqrt")
-def _(node: Node) -> Slots:
+def sqrt_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Div(node.op.Mul(node.grad(0), 0.5), node.output(0)),)
 
 
 @gradient("Reciprocal")
-def _(node: Node) -> Slots:
+def reciprocal_gradient(node: ForwardNode) -> Gradients:
     op, y = node.op, node.output(0)
     return (op.Neg(op.Mul(node.grad(0), op.Mul(y, y))),)
 
 
 @gradient("Exp")
-def _(node: Node) -> Slots:
+def exp_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.grad(0), node.output(0)),)
 
 
 @gradient("Log")
-def _(node: Node) -> Slots:
+def log_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Div(node.grad(0), node.input(0)),)
 
 
 @gradient("Erf")
-def _(node: Node) -> Slots:
+def erf_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     density = op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / math.sqrt(math.pi))
     return (op.Mul(node.grad(0), density),)
 
 
 @gradient("Sin")
-def _(node: Node) -> Slots:
+def sin_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.grad(0), node.op.Cos(node.input(0))),)
 
 
 @gradient("Cos")
-def _(node: Node) -> Slots:
+def cos_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Neg(node.op.Mul(node.grad(0), node.op.Sin(node.input(0)))),)
 
 
 @gradient("Tan")
-def _(node: Node) -> Slots:
+def tan_gradient(node: ForwardNode) -> Gradients:
     op, y = node.op, node.output(0)
     return (op.Mul(node.grad(0), op.Add(op.Mul(y, y), 1.0)),)
 
 
 @gradient("Asin")
-def _(node: Node) -> Slots:
+def asin_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     return (op.Div(node.grad(0), op.Sqrt(op.Sub(1.0, op.Mul(x, x)))),)
 
 
 @gradient("Acos")
-def _(node: Node) -> Slots:
+def acos_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     return (op.Neg(op.Div(node.grad(0), op.Sqrt(op.Sub(1.0, op.Mul(x, x))))),)
 
 
 @gradient("Atan")
-def _(node: Node) -> Slots:
+def atan_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     return (op.Div(node.grad(0), op.Add(op.Mul(x, x), 1.0)),)
 
 
 @gradient("Sinh")
-def _(node: Node) -> Slots:
+def sinh_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.grad(0), node.op.Cosh(node.input(0))),)
 
 
 @gradient("Cosh")
-def _(node: Node) -> Slots:
+def cosh_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.grad(0), node.op.Sinh(node.input(0))),)
 
 
 @gradient("Asinh")
-def _(node: Node) -> Slots:
+def asinh_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     return (op.Div(node.grad(0), op.Sqrt(op.Add(op.Mul(x, x), 1.0))),)
 
 
 @gradient("Acosh")
-def _(node: Node) -> Slots:
+def acosh_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     return (op.Div(node.grad(0), op.Sqrt(op.Sub(op.Mul(x, x), 1.0))),)
 
 
 @gradient("Atanh")
-def _(node: Node) -> Slots:
+def atanh_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     return (op.Div(node.grad(0), op.Sub(1.0, op.Mul(x, x))),)
 
 
 @gradient("CumSum")
-def _(node: Node) -> Slots:
+def cum_sum_gradient(node: ForwardNode) -> Gradients:
     return (_running_sum_grad(node, node.grad(0)),)
 
 
-def _running_sum_grad(node: Node, dy: ir.Value) -> ir.Value:
+def _running_sum_grad(node: ForwardNode, dy: ir.Value) -> ir.Value:
     exclusive, reverse = node.attribute("exclusive"), node.attribute("reverse")
     return node.op.CumSum(dy, node.input(1), exclusive=exclusive, reverse=1 - reverse)
 
 
 @gradient("CumProd")
-def _(node: Node) -> Slots:
+def cum_prod_gradient(node: ForwardNode) -> Gradients:
     op, dy, x, axis = node.op, node.grad(0), node.input(0), node.input(1)
     exclusive, reverse = node.attribute("exclusive"), node.attribute("reverse")
     # The first zero ends all products that pass it, so its own gradient is made of the products without it,
@@ -263,14 +263,14 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Range")
-def _(node: Node) -> Slots:
+def range_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     steps = op.CastLike(op.Range(0, op.Size(dy), 1), dy)
     return op.ReduceSum(dy, keepdims=0), None, op.ReduceSum(op.Mul(dy, steps), keepdims=0)
 
 
 @gradient("DequantizeLinear")
-def _(node: Node) -> Slots:
+def dequantize_linear_gradient(node: ForwardNode) -> Gradients:
     """dScale = sum(dY * (X - zero_point)), the sum over what shares a scale"""
     op, dy, shape = node.op, node.grad(0), node.input(1).shape
     if shape is None or len(shape) > 1 or not shape.is_static():

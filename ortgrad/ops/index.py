@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, Operand, Shape, operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _FLOAT, _INT64 = 1, 7  # TensorProto's numbers
 # Elements whose positions are computed at a time.
@@ -37,7 +37,7 @@ def shape_of(operand: Operand | None) -> Shape | None:
     return None
 
 
-def size_of(op: Ops, value: ir.Value) -> ir.Value:
+def size_of(op: Recorder, value: ir.Value) -> ir.Value:
     """The number of elements as a vector of one."""
     if value.shape is not None and value.shape.is_static():
         return op.constant(np.array([math.prod(value.shape.numpy())], np.int64))
@@ -45,7 +45,7 @@ def size_of(op: Ops, value: ir.Value) -> ir.Value:
 
 
 def scatter_back(
-    op: Ops, dy: ir.Value, shape: ir.Value, select: Callable[[ir.Value], ir.Value], unique: bool = False
+    op: Recorder, dy: ir.Value, shape: ir.Value, select: Callable[[ir.Value], ir.Value], unique: bool = False
 ) -> ir.Value:
     """Add each element of dY to the place that `select` took it from; no place twice if `unique`."""
     places = op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape, allowzero=1)
@@ -55,7 +55,7 @@ def scatter_back(
 
 
 def _scatter_flat(
-    op: Ops, dy: ir.Value, shape: ir.Value, positions: ir.Value, unique: bool = False
+    op: Recorder, dy: ir.Value, shape: ir.Value, positions: ir.Value, unique: bool = False
 ) -> ir.Value:
     """Add the elements of dY to zeros of a shape, at these positions in the flattened tensor."""
     positions = op.Reshape(positions, [-1])
@@ -125,7 +125,9 @@ def gather_grad(
 
 
 @gather_grad.onnx
-def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int) -> ir.Value:
+def gather_grad_body(
+    op: Recorder, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int
+) -> ir.Value:
     rank = shape.shape[0] if shape.shape is not None else None
     if not isinstance(rank, int):
         rank = op.rank(dy) - op.rank(indices) + 1
@@ -181,7 +183,9 @@ def gather_elements_grad(
 
 
 @gather_elements_grad.onnx
-def _(op: Ops, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int) -> ir.Value:
+def gather_elements_grad_body(
+    op: Recorder, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int
+) -> ir.Value:
     half = dy.dtype is not None and dy.dtype.itemsize < 4
     terms = op.Cast(dy, to=_FLOAT) if half else dy
     zeros = op.Expand(op.number(0.0, terms), shape)
@@ -238,16 +242,18 @@ def gather_nd_grad(
 
 
 @gather_nd_grad.onnx
-def _(op: Ops, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, batch_dims: int) -> ir.Value:
+def gather_nd_grad_body(
+    op: Recorder, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, batch_dims: int
+) -> ir.Value:
     return scatter_back(op, dy, shape, lambda x: op.GatherND(x, indices, batch_dims=batch_dims))
 
 
 @gradient("Gather")
-def _(node: Node) -> Slots:
+def gather_gradient(node: ForwardNode) -> Gradients:
     op, dy, x, axis = node.op, node.grad(0), node.input(0), node.attribute("axis")
     index = node.constant(1)
     if index is None or index.size != 1 or index.ndim > 1:
-        return (op.GatherGrad(op.shape(x), node.input(1), dy, axis=axis),)
+        return (op.GatherGrad(op.shape_of(x), node.input(1), dy, axis=axis),)
     # One constant index: the rest is padding.
     i = int(index.item())
     if index.ndim == 0:
@@ -256,70 +262,70 @@ def _(node: Node) -> Slots:
     if isinstance(length, int):
         i %= length
         return (op.Pad(dy, [i, length - 1 - i], None, [axis], rank=rank),)
-    others = op.Sub(op.Gather(op.shape(x), [axis]), [1])
+    others = op.Sub(op.Gather(op.shape_of(x), [axis]), [1])
     before, after = ([i], op.Sub(others, [i])) if i >= 0 else (op.Add(others, [i + 1]), [-1 - i])
     return (op.Pad(dy, op.Concat(before, after, axis=0), None, [axis], rank=rank),)
 
 
 @gradient("GatherElements")
-def _(node: Node) -> Slots:
+def gather_elements_gradient(node: ForwardNode) -> Gradients:
     op, axis = node.op, node.attribute("axis")
-    return (op.GatherElementsGrad(node.grad(0), op.shape(node.input(0)), node.input(1), axis=axis),)
+    return (op.GatherElementsGrad(node.grad(0), op.shape_of(node.input(0)), node.input(1), axis=axis),)
 
 
 @gradient("GatherND")
-def _(node: Node) -> Slots:
+def gather_nd_gradient(node: ForwardNode) -> Gradients:
     op, batch = node.op, node.attribute("batch_dims")
-    return (op.GatherNDGrad(op.shape(node.input(0)), node.input(1), node.grad(0), batch_dims=batch),)
+    return (op.GatherNDGrad(op.shape_of(node.input(0)), node.input(1), node.grad(0), batch_dims=batch),)
 
 
 @gradient("GatherGrad", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def gather_grad_gradient(node: ForwardNode) -> Gradients:
     return None, None, node.op.Gather(node.grad(0), node.input(1), axis=node.attribute("axis") or 0)
 
 
 @gradient("GatherElementsGrad", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def gather_elements_grad_gradient(node: ForwardNode) -> Gradients:
     return (node.op.GatherElements(node.grad(0), node.input(2), axis=node.attribute("axis") or 0),)
 
 
 @gradient("GatherNDGrad", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def gather_nd_grad_gradient(node: ForwardNode) -> Gradients:
     batch = node.attribute("batch_dims") or 0
     return None, None, node.op.GatherND(node.grad(0), node.input(1), batch_dims=batch)
 
 
 @gradient("TopK")
-def _(node: Node) -> Slots:
+def top_k_gradient(node: ForwardNode) -> Gradients:
     op, axis = node.op, node.attribute("axis")
-    return (op.GatherElementsGrad(node.grad(0), op.shape(node.input(0)), node.output(1), axis=axis),)
+    return (op.GatherElementsGrad(node.grad(0), op.shape_of(node.input(0)), node.add_output(1), axis=axis),)
 
 
 @gradient("Unique")
-def _(node: Node) -> Slots:
+def unique_gradient(node: ForwardNode) -> Gradients:
     # Equal elements: all of it goes to the first one.
-    return (_selected_back(node, node.output(1)),)
+    return (_selected_back(node, node.add_output(1)),)
 
 
 @gradient("Compress")
-def _(node: Node) -> Slots:
+def compress_gradient(node: ForwardNode) -> Gradients:
     op, x, axis = node.op, node.input(0), node.attribute("axis")
     # onnxruntime does not read the condition further than the input goes.
-    length = size_of(op, x) if axis is None else op.Gather(op.shape(x), [axis])
+    length = size_of(op, x) if axis is None else op.Gather(op.shape_of(x), [axis])
     condition = op.Slice(node.input(1), [0], length)
     return (_selected_back(node, op.Squeeze(op.NonZero(condition), [0])),)
 
 
-def _selected_back(node: Node, indices: ir.Value) -> ir.Value:
+def _selected_back(node: ForwardNode, indices: ir.Value) -> ir.Value:
     """The gradient of a selection along an axis, or of the flattened input."""
     op, dy, x, axis = node.op, node.grad(0), node.input(0), node.attribute("axis")
     if axis is not None:
-        return op.GatherGrad(op.shape(x), indices, dy, axis=axis)
-    return op.Reshape(op.GatherGrad(size_of(op, x), indices, dy, axis=0), op.shape(x), allowzero=1)
+        return op.GatherGrad(op.shape_of(x), indices, dy, axis=axis)
+    return op.Reshape(op.GatherGrad(size_of(op, x), indices, dy, axis=0), op.shape_of(x), allowzero=1)
 
 
 @gradient("OneHot")
-def _(node: Node) -> Slots:
+def one_hot_gradient(node: ForwardNode) -> Gradients:
     op, dy, values = node.op, node.grad(0), node.input(2)
     off_on = op.Concat(
         op.Reshape(op.number(0.0, values), [1]), op.Reshape(op.number(1.0, values), [1]), axis=0
@@ -331,7 +337,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ScatterElements")
-def _(node: Node) -> Slots:
+def scatter_elements_gradient(node: ForwardNode) -> Gradients:
     op, axis, indices = node.op, node.attribute("axis"), node.input(1)
     updates = node.input(2)
     if node.attribute("reduction") in ("none", "add"):
@@ -345,7 +351,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ScatterND")
-def _(node: Node) -> Slots:
+def scatter_nd_gradient(node: ForwardNode) -> Gradients:
     op, dy, x, indices = node.op, node.grad(0), node.input(0), node.input(1)
     updates = node.input(2)
     if node.attribute("reduction") in ("none", "add"):
@@ -354,15 +360,21 @@ def _(node: Node) -> Slots:
             rest = op.ScatterND(dy, indices, op.full_like(updates, 0.0))
         return rest, None, op.GatherND(dy, indices)
     # As ScatterElements on the flattened tensors.
-    positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape(x), allowzero=1), indices)
+    positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x), allowzero=1), indices)
     flat = [op.Reshape(v, [-1]) for v in (dy, x, node.output(0), positions, updates)]
     dx, du = _scatter_reduced(node, *flat)
-    shapes = op.shape(x), op.shape(updates)
+    shapes = op.shape_of(x), op.shape_of(updates)
     return op.Reshape(dx, shapes[0], allowzero=1), None, op.Reshape(du, shapes[1], allowzero=1)
 
 
 def _scatter_reduced(
-    node: Node, dy: ir.Value, x: ir.Value, y: ir.Value, indices: ir.Value, updates: ir.Value, axis: int = 0
+    node: ForwardNode,
+    dy: ir.Value,
+    x: ir.Value,
+    y: ir.Value,
+    indices: ir.Value,
+    updates: ir.Value,
+    axis: int = 0,
 ) -> tuple[ir.Value, ir.Value]:
     """The gradients of ScatterElements(x, indices, updates) with reduction mul, max or min."""
     op = node.op
@@ -389,13 +401,13 @@ def _scatter_reduced(
     return op.Where(stays, share, 0.0), op.Where(arrives, gather(share), 0.0)
 
 
-def number_like(op: Ops, value: ir.Value, like: ir.Value) -> ir.Value:
+def number_like(op: Recorder, value: ir.Value, like: ir.Value) -> ir.Value:
     """Booleans or whole numbers in the element type of another value."""
     return op.CastLike(value, like) if like.dtype is None else op.Cast(value, to=int(like.dtype))
 
 
 def product_of_others(
-    op: Ops, x: ir.Value, product: Callable[..., Any], total: Callable[..., Any]
+    op: Recorder, x: ir.Value, product: Callable[..., Any], total: Callable[..., Any]
 ) -> ir.Value:
     """For each element the product of the others in its group, zeros or not.
 
@@ -410,17 +422,17 @@ def product_of_others(
 
 
 @gradient("TensorScatter")
-def _(node: Node) -> Slots:
+def tensor_scatter_gradient(node: ForwardNode) -> Gradients:
     op, dy, update, first = node.op, node.grad(0), node.input(1), node.optional(2)
     rank = node.rank()
     axis, circular = node.attribute("axis") % rank, node.attribute("mode") == "circular"
     attributes = {"axis": axis, "mode": node.attribute("mode")}
     rest = op.TensorScatter(dy, op.full_like(update, 0.0), first, **attributes)
-    length = op.Gather(op.shape(update), [axis])
+    length = op.Gather(op.shape_of(update), [axis])
     if first is None:
         return rest, op.Slice(dy, [0], length, [axis])
     positions = op.Add(op.Unsqueeze(first, [1]), op.Range(0, op.Squeeze(length, [0]), 1))
     if circular:
-        positions = op.Mod(positions, op.Gather(op.shape(node.input(0)), [axis]))
+        positions = op.Mod(positions, op.Gather(op.shape_of(node.input(0)), [axis]))
     positions = op.Unsqueeze(positions, [i for i in range(1, rank) if i != axis])
-    return rest, op.GatherElements(dy, op.Expand(positions, op.shape(update)), axis=axis)
+    return rest, op.GatherElements(dy, op.Expand(positions, op.shape_of(update)), axis=axis)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import blockwise
@@ -17,7 +17,7 @@ from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_o
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _TYPES = {"T": FLOATS, "U": ("float32", "float64"), "V": FLOATS}
 _FORWARD_ATTRIBUTES = ("epsilon", "stash_type")
@@ -81,8 +81,8 @@ def layer_normalization_grad(
 
 
 @layer_normalization_grad.onnx
-def _(
-    op: Ops,
+def layer_normalization_grad_body(
+    op: Recorder,
     dy: ir.Value,
     x: ir.Value,
     scale: ir.Value,
@@ -130,8 +130,8 @@ def simplified_layer_normalization_grad(
 
 
 @simplified_layer_normalization_grad.onnx
-def _(
-    op: Ops,
+def simplified_layer_normalization_grad_body(
+    op: Recorder,
     dy: ir.Value,
     x: ir.Value,
     scale: ir.Value,
@@ -178,8 +178,8 @@ def invertible_layer_normalization_grad(
 
 
 @invertible_layer_normalization_grad.onnx
-def _(
-    op: Ops,
+def invertible_layer_normalization_grad_body(
+    op: Recorder,
     dy: ir.Value,
     y: ir.Value,
     scale: ir.Value,
@@ -250,12 +250,12 @@ def _layer_grad(
     return (dx if want_x else None, *per_column)[: len(wanted)]
 
 
-def _flat(op: Ops, value: ir.Value, axis: int, like: ir.Value) -> ir.Value:
+def _flat(op: Recorder, value: ir.Value, axis: int, like: ir.Value) -> ir.Value:
     return op.Flatten(cast_like(op, value, like), axis=axis)
 
 
 def _layer_body(
-    op: Ops,
+    op: Recorder,
     dy: ir.Value,
     x: ir.Value,
     scale: ir.Value,
@@ -273,16 +273,16 @@ def _layer_body(
     if centre:
         pull = op.Add(pull, op.ReduceMean(g, [1]))
     dx = op.Mul(op.Sub(g, pull), op.Flatten(inv, axis=axis))
-    shape = op.shape(scale)
+    shape = op.shape_of(scale)
     return [
-        cast_like(op, op.Reshape(dx, op.shape(x), allowzero=1), x),
+        cast_like(op, op.Reshape(dx, op.shape_of(x), allowzero=1), x),
         cast_like(op, op.Reshape(op.ReduceSum(product, [0]), shape), scale),
         cast_like(op, op.Reshape(op.ReduceSum(rows, [0]), shape), scale),
     ]
 
 
 @gradient("LayerNormalization")
-def _(node: Node) -> Slots:
+def layer_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     axis = node.attribute("axis") % node.rank()
     axes = list(range(axis, node.rank()))
@@ -290,7 +290,7 @@ def _(node: Node) -> Slots:
         # onnxruntime's Mean and InvStdDev are float even then.
         mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
     else:
-        mean, inv = node.output(1), node.output(2)
+        mean, inv = node.add_output(1), node.add_output(2)
     d_mean, d_inv = node.optional_grad(1), node.optional_grad(2)
     parts: list[ir.Value] = []
     d_scale = d_bias = None
@@ -302,11 +302,13 @@ def _(node: Node) -> Slots:
     if d_mean is not None:
         count = count_along(op, x, axes)
         share = op.Div(cast_like(op, d_mean, count), count)
-        parts.append(share if parts else op.Expand(share, op.shape(x)))
+        parts.append(share if parts else op.Expand(share, op.shape_of(x)))
     return sum_of(op, [cast_like(op, part, x) for part in parts]), d_scale, d_bias
 
 
-def _inverse_grad(op: Ops, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: list[int]) -> ir.Value:
+def _inverse_grad(
+    op: Recorder, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: list[int]
+) -> ir.Value:
     """What flows back through inv = 1 / sqrt(mean(centred^2) + epsilon)"""
     cube = op.Mul(op.Mul(inv, inv), inv)
     slope = op.Div(op.Mul(cast_like(op, d_inv, inv), cube), count_along(op, centred, axes))
@@ -314,7 +316,7 @@ def _inverse_grad(op: Ops, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, ax
 
 
 def _layer_slots(
-    node: Node,
+    node: ForwardNode,
     dy: ir.Value,
     x: ir.Value,
     mean: ir.Value | None,
@@ -357,20 +359,20 @@ def _spans(value: ir.Value, x: ir.Value, axis: int) -> bool:
 
 
 @gradient("RMSNormalization")
-def _(node: Node) -> Slots:
+def rms_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     axis = node.attribute("axis") % node.rank()
     inv = _inverse_rms(op, x, axis, node.rank(), node.attribute("epsilon"))
     return _layer_slots(node, node.grad(0), x, None, inv, axis)[:2]
 
 
-def _inverse_rms(op: Ops, x: ir.Value, axis: int, rank: int, epsilon: float) -> ir.Value:
+def _inverse_rms(op: Recorder, x: ir.Value, axis: int, rank: int, epsilon: float) -> ir.Value:
     x = widened(op, x)
     return op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), list(range(axis, rank))), epsilon)))
 
 
 @gradient("SimplifiedLayerNormalization")
-def _(node: Node) -> Slots:
+def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     # onnx has no schema for it, so there are no defaults to fill in.
     axis, epsilon = node.attributes.get("axis", -1) % node.rank(), node.attributes.get("epsilon", 1e-5)
@@ -388,19 +390,19 @@ def _(node: Node) -> Slots:
 
 
 @gradient("SkipLayerNormalization", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def skip_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), output=3, scale=2, bias=3)
     return d_sum, _stretched(node, d_sum, 1), d_gamma, d_beta, _stretched(node, d_sum, 4)
 
 
 @gradient("SkipSimplifiedLayerNormalization", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def skip_simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     d_sum, d_gamma, _ = _sum_grad(node, node.input(0), output=3, scale=2, bias=None)
     return d_sum, _stretched(node, d_sum, 1), d_gamma, _stretched(node, d_sum, 3)
 
 
 @gradient("EmbedLayerNormalization", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def embed_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     import onnx_ir as ir  # takes a while
 
     op, ids, positions = node.op, node.input(0), node.optional(8)
@@ -412,7 +414,7 @@ def _(node: Node) -> Slots:
     d_sum, d_gamma, d_beta = _sum_grad(node, like, output=2, scale=5, bias=6)
 
     def table_grad(i: int, indices: ir.Value, dy: ir.Value) -> ir.Value:
-        return op.GatherGrad(op.shape(node.input(i)), indices, dy, axis=0)
+        return op.GatherGrad(op.shape_of(node.input(i)), indices, dy, axis=0)
 
     if positions is not None:
         d_position = table_grad(3, op.Expand(positions, op.Shape(ids)), d_sum)
@@ -424,14 +426,14 @@ def _(node: Node) -> Slots:
 
 
 def _sum_grad(
-    node: Node, like: ir.Value, *, output: int, scale: int, bias: int | None
+    node: ForwardNode, like: ir.Value, *, output: int, scale: int, bias: int | None
 ) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
     """The gradients towards a sum that is normalized along its last axis, towards scale and bias.
 
     The forward node returns the sum as that output; onnx has no schema for it, so its type and shape are
     those of `like`, and there are no defaults of attributes to fill in.
     """
-    op, total = node.op, node.output(output)
+    op, total = node.op, node.add_output(output)
     if any(node.optional_grad(i) is not None for i in (1, 2) if i != output):
         raise node.unsupported("onnxruntime does not compute its mean and inverse standard deviation")
     total.type = total.type or like.type
@@ -449,7 +451,7 @@ def _sum_grad(
     return sum_of(op, parts), d_scale, d_bias
 
 
-def _stretched(node: Node, grad: ir.Value, i: int) -> ir.Value | None:
+def _stretched(node: ForwardNode, grad: ir.Value, i: int) -> ir.Value | None:
     """The gradient towards an optional input that was stretched to the shape of the first."""
 
     value = node.optional(i)
@@ -457,7 +459,7 @@ def _stretched(node: Node, grad: ir.Value, i: int) -> ir.Value | None:
 
 
 @gradient("LpNormalization")
-def _(node: Node) -> Slots:
+def lp_normalization_gradient(node: ForwardNode) -> Gradients:
     op, axis, p = node.op, [node.attribute("axis")], node.attribute("p")
     dy, x, y = node.grad(0), node.input(0), node.output(0)
     norm = op.ReduceL2(x, axis) if p == 2 else op.ReduceL1(x, axis)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.ops.index import number_like
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 _INT64, _DOUBLE = 7, 11  # TensorProto's numbers
 
 
 @gradient("MatMul")
-def _(node: Node) -> Slots:
+def mat_mul_gradient(node: ForwardNode) -> Gradients:
     op, a, b = node.op, node.input(0), node.input(1)
     if a.shape is None and b.shape is not None and len(b.shape) == 2:
         # Rows of any number of dimensions times a matrix.
@@ -33,7 +33,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Gemm")
-def _(node: Node) -> Slots:
+def gemm_gradient(node: ForwardNode) -> Gradients:
 
     op, dy, beta = node.op, node.grad(0), node.attribute("beta")
     product = _Product(
@@ -47,7 +47,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     alpha = node.attribute("alpha")
     batch = [bool(node.attribute(name)) for name in ("transBatchA", "transBatchB")]
@@ -73,7 +73,7 @@ class _Product:
     """alpha op(A) op(B) with op the transpose or nothing; A and B vectors, matrices or stacks of them."""
 
     def __init__(
-        self, node: Node, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
+        self, node: ForwardNode, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
     ) -> None:
         self.node = node
         self.op = node.op
@@ -183,12 +183,12 @@ def _broadcast(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> int | ir.Sym
     return a if a == b or (isinstance(b, int) and b == 1) else None
 
 
-def transposed(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+def transposed(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
     """A stack of matrices, each one transposed."""
     return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-def zero_if_empty(op: Ops, product: ir.Value, operand: ir.Value, axis: int) -> ir.Value:
+def zero_if_empty(op: Recorder, product: ir.Value, operand: ir.Value, axis: int) -> ir.Value:
     """The product of stacks of matrices, 0 where it sums over nothing: along this axis of an operand.
 
     There onnxruntime sets the first matrix of the stack and leaves the others as they were in memory.
@@ -201,7 +201,7 @@ def zero_if_empty(op: Ops, product: ir.Value, operand: ir.Value, axis: int) -> i
 
 
 @gradient("Einsum")
-def _(node: Node) -> Slots:
+def einsum_gradient(node: ForwardNode) -> Gradients:
     terms, result = _parse(node)
     shapes = [node.input(i).shape for i in range(len(terms))]
     occurrences: dict[str, list[int | ir.SymbolicDim]] = {}
@@ -213,14 +213,16 @@ def _(node: Node) -> Slots:
         {k for k, n in zip(term, shape or (), strict=True) if n == 1 and any(m != 1 for m in occurrences[k])}
         for term, shape in zip(terms, shapes, strict=True)
     ]
-    slots: list[ir.Value | None] = []
+    gradients: list[ir.Value | None] = []
     for i in range(len(terms)):
-        slots.append(_einsum_grad(node, i, terms, result, stretched, occurrences) if node.wants(i) else None)
-    return slots
+        gradients.append(
+            _einsum_grad(node, i, terms, result, stretched, occurrences) if node.wants(i) else None
+        )
+    return gradients
 
 
 def _einsum_grad(
-    node: Node,
+    node: ForwardNode,
     i: int,
     terms: Sequence[str],
     result: str,
@@ -256,7 +258,7 @@ def _einsum_grad(
             dx = op.Where(_diagonal(op, x, term.index(k), p, len(term)), dx, 0.0)
     certain = all(_same(occurrences[k]) for k in kept)
     if not certain or any(k not in target for k in kept):
-        dx = op.Expand(dx, op.shape(x))
+        dx = op.Expand(dx, op.shape_of(x))
     if certain:
         return dx
     import onnx_ir as ir
@@ -266,7 +268,7 @@ def _einsum_grad(
 
 
 def _einsum_or_zeros(
-    op: Ops, operands: Sequence[ir.Value], equation: str, x: ir.Value, axes: Sequence[int]
+    op: Recorder, operands: Sequence[ir.Value], equation: str, x: ir.Value, axes: Sequence[int]
 ) -> ir.Value:
     """The Einsum, or zeros with the lengths of some axes of x if an operand is empty.
 
@@ -280,7 +282,7 @@ def _einsum_or_zeros(
         then_branch=op.subgraph(
             "empty",
             [],
-            lambda op: [op.Expand(op.number(0.0, operands[0]), op.Gather(op.shape(x), list(axes)))],
+            lambda op: [op.Expand(op.number(0.0, operands[0]), op.Gather(op.shape_of(x), list(axes)))],
         ),
         else_branch=op.subgraph("full", [], lambda op: [op.Einsum(*operands, equation=equation)]),
     )
@@ -300,15 +302,15 @@ def _same(lengths: Sequence[int | ir.SymbolicDim]) -> bool:
     return known and all(n == first for n in rest)
 
 
-def _diagonal(op: Ops, x: ir.Value, first: int, second: int, rank: int) -> ir.Value:
+def _diagonal(op: Recorder, x: ir.Value, first: int, second: int, rank: int) -> ir.Value:
     """True where the indices along two axes are equal."""
-    shape = op.shape(x)
+    shape = op.shape_of(x)
     steps = op.Range(0, op.Gather(shape, first), 1)
     along = [op.Unsqueeze(steps, [p for p in range(rank) if p != axis]) for axis in (first, second)]
     return op.Equal(*along)
 
 
-def _parse(node: Node) -> tuple[list[str], str]:
+def _parse(node: ForwardNode) -> tuple[list[str], str]:
     """The terms and the result of the equation, with letters in place of an ellipsis."""
     left, arrow, result = node.attribute("equation").replace(" ", "").partition("->")
     terms = left.split(",")
@@ -326,7 +328,7 @@ def _parse(node: Node) -> tuple[list[str], str]:
 
 
 @gradient("Det")
-def _(node: Node) -> Slots:
+def det_gradient(node: ForwardNode) -> Gradients:
     op, x, rank = node.op, node.input(0), node.rank()
     size = x.shape[-1] if x.shape is not None else None
     dy = op.Unsqueeze(node.grad(0), [-2, -1])
@@ -344,7 +346,7 @@ def _(node: Node) -> Slots:
 _LARGEST_COFACTORS = 6
 
 
-def _cofactors(op: Ops, x: ir.Value, size: int, rank: int) -> ir.Value:
+def _cofactors(op: Recorder, x: ir.Value, size: int, rank: int) -> ir.Value:
     others = np.array([[j for j in range(size) if j != i] for i in range(size)], np.int64)
     minors = op.Gather(op.Gather(x, others, axis=rank - 2), others, axis=rank)
     # row, rows of the minor, column, columns of the minor
@@ -354,14 +356,14 @@ def _cofactors(op: Ops, x: ir.Value, size: int, rank: int) -> ir.Value:
 
 
 @gradient("Inverse", domain="com.microsoft")
-def _(node: Node) -> Slots:
+def inverse_gradient(node: ForwardNode) -> Gradients:
     op = node.op
     y = transposed(op, node.output(0), node.rank())
     return (op.Neg(op.MatMul(op.MatMul(y, node.grad(0)), y)),)
 
 
 @gradient("DFT")
-def _(node: Node) -> Slots:
+def dft_gradient(node: ForwardNode) -> Gradients:
     op, x, dy = node.op, node.input(0), node.grad(0)
     inverse, onesided = bool(node.attribute("inverse")), bool(node.attribute("onesided"))
     axis = _dft_axis(node)
@@ -400,7 +402,7 @@ def _(node: Node) -> Slots:
     return (op.Pad(dx, pads, None, axis, rank=node.rank()),)
 
 
-def _require_half(node: Node) -> None:
+def _require_half(node: ForwardNode) -> None:
     """Refuse what onnxruntime computes otherwise than ONNX says."""
     length, axis, shape = node.constant(1), node.constant(2), node.input(0).shape
     place = node.attribute("axis") if node.op.opset < 20 else -2 if axis is None else int(axis.item())
@@ -412,7 +414,7 @@ def _require_half(node: Node) -> None:
         )
 
 
-def _dft(node: Node, value: ir.Value, length: ir.Value, axis: ir.Value, **attributes: int) -> ir.Value:
+def _dft(node: ForwardNode, value: ir.Value, length: ir.Value, axis: ir.Value, **attributes: int) -> ir.Value:
     op = node.op
     count = op.Squeeze(length, [0])
     if op.opset >= 20:
@@ -420,7 +422,7 @@ def _dft(node: Node, value: ir.Value, length: ir.Value, axis: ir.Value, **attrib
     return op.DFT(value, count, axis=node.attribute("axis"), **attributes)
 
 
-def _dft_axis(node: Node) -> ir.Value:
+def _dft_axis(node: ForwardNode) -> ir.Value:
     """The axis as a vector of one, counted from the front."""
     op, rank = node.op, node.rank()
     if op.opset < 20:
@@ -433,5 +435,5 @@ def _dft_axis(node: Node) -> ir.Value:
     return op.Mod(op.Reshape(node.input(2), [1]), [rank])
 
 
-def _dft_length(op: Ops, value: ir.Value, axis: ir.Value) -> ir.Value:
-    return op.Gather(op.shape(value), axis)
+def _dft_length(op: Recorder, value: ir.Value, axis: ir.Value) -> ir.Value:
+    return op.Gather(op.shape_of(value), axis)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
 from ortgrad.ops._kernels import blockwise
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 def _dims(*, reduction: str, **_: Any) -> dict[str, str]:
@@ -77,8 +77,8 @@ def softmax_cross_entropy_loss_grad(
 
 
 @softmax_cross_entropy_loss_grad.onnx
-def _(
-    op: Ops,
+def softmax_cross_entropy_loss_grad_body(
+    op: Recorder,
     dy: ir.Value,
     log_prob: ir.Value,
     label: ir.Value,
@@ -122,8 +122,8 @@ def _(
 
 
 @gradient("SoftmaxCrossEntropyLoss")
-def _(node: Node) -> Slots:
-    op, log_prob = node.op, node.output(1)
+def softmax_cross_entropy_loss_gradient(node: ForwardNode) -> Gradients:
+    op, log_prob = node.op, node.add_output(1)
     d_loss, d_log_prob = node.optional_grad(0), node.optional_grad(1)
     parts = []
     if d_loss is not None:
@@ -144,7 +144,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("NegativeLogLikelihoodLoss")
-def _(node: Node) -> Slots:
+def negative_log_likelihood_loss_gradient(node: ForwardNode) -> Gradients:
     op, log_prob = node.op, node.input(0)
     label, weights = _samples(node)
     share = _share(node, label, weights)
@@ -159,7 +159,7 @@ def _(node: Node) -> Slots:
     return dx, None, _weight_grad(node, log_prob) if node.wants(2) else None
 
 
-def _weight_grad(node: Node, log_prob: ir.Value) -> ir.Value:
+def _weight_grad(node: ForwardNode, log_prob: ir.Value) -> ir.Value:
     """The sum of dY * loss over each class's samples; for "mean", of dY * (loss - mean) / sum(weights)"""
     op, vector = node.op, [-1]
     label, weights = _samples(node)
@@ -173,13 +173,13 @@ def _weight_grad(node: Node, log_prob: ir.Value) -> ir.Value:
     if dtype is not None and dtype.itemsize < 4:
         # onnxruntime does not add up float16 here.
         updates = op.Cast(updates, to=onnx.TensorProto.FLOAT)
-    zeros = op.Expand(op.number(0.0, updates), op.shape(node.input(2)))
+    zeros = op.Expand(op.number(0.0, updates), op.shape_of(node.input(2)))
     return op.ScatterElements(
         zeros, op.Reshape(label, vector), op.Reshape(updates, vector), axis=0, reduction="add"
     )
 
 
-def _samples(node: Node) -> tuple[ir.Value, ir.Value | None]:
+def _samples(node: ForwardNode) -> tuple[ir.Value, ir.Value | None]:
     """Each sample's label (0 if it is ignored) and weight (None if all are 1)."""
     op, weight, ignored = node.op, node.optional(2), node.attribute("ignore_index")
     label = _int64(node, node.input(1))
@@ -192,7 +192,7 @@ def _samples(node: Node) -> tuple[ir.Value, ir.Value | None]:
     return label, op.Where(out, 0.0, op.Gather(weight, label))
 
 
-def _share(node: Node, label: ir.Value, weights: ir.Value | None) -> ir.Value:
+def _share(node: ForwardNode, label: ir.Value, weights: ir.Value | None) -> ir.Value:
     """dY, divided by the sum of the samples' weights if the loss is their mean."""
     op, dy = node.op, node.grad(0)
     if node.attribute("reduction") != "mean":
@@ -204,6 +204,6 @@ def _share(node: Node, label: ir.Value, weights: ir.Value | None) -> ir.Value:
     return op.Div(dy, op.Where(op.Equal(total, 0.0), 1.0, total))
 
 
-def _int64(node: Node, label: ir.Value) -> ir.Value:
+def _int64(node: ForwardNode, label: ir.Value) -> ir.Value:
     known = label.dtype is not None and label.dtype.name == "INT64"
     return label if known else node.op.Cast(label, to=onnx.TensorProto.INT64)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import parallel
 from ortgrad.ops._windows import (
@@ -25,7 +25,7 @@ from ortgrad.ops._windows import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 # As many elements of dX at a time as stay in the cache from one axis to the next.
 _PIECE = 1 << 19
@@ -133,8 +133,8 @@ def _require_own_channel(indices: np.ndarray, step: int) -> None:
 
 
 @max_pool_grad.onnx
-def _(
-    op: Ops,
+def max_pool_grad_body(
+    op: Recorder,
     dy: ir.Value,
     indices: ir.Value,
     x_shape: ir.Value,
@@ -173,7 +173,7 @@ def _(
     return op.Transpose(op.Reshape(flat, op.Gather(x_shape, turned), allowzero=1), perm=turned)
 
 
-def _require_indices(op: Ops, dy: ir.Value, indices: ir.Value, x_shape: ir.Value) -> ir.Value:
+def _require_indices(op: Recorder, dy: ir.Value, indices: ir.Value, x_shape: ir.Value) -> ir.Value:
     """dY, whose windows must have their maximum in their own channel."""
     if not op.checked:
         return dy
@@ -357,8 +357,8 @@ def _windows(
 
 
 @average_pool_grad.onnx
-def _(
-    op: Ops,
+def average_pool_grad_body(
+    op: Recorder,
     dy: ir.Value,
     x_shape: ir.Value,
     *,
@@ -426,7 +426,7 @@ def _(
     )
 
 
-def _spread(op: Ops, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
+def _spread(op: Recorder, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
     """dY times a matrix [outputs, sizes] along each spatial axis."""
     # One product per axis: the matrices are small beside dY, and onnxruntime has nothing faster up to some
     # 200 elements an axis, nor anything else for float64.
@@ -444,7 +444,7 @@ def _spread(op: Ops, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) 
     return op.Reshape(dx, x_shape, allowzero=1) if rank > 1 else dx
 
 
-def _spread_apart(op: Ops, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
+def _spread_apart(op: Recorder, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
     """The same, where a value that is not finite goes to the places with a weight only."""
     zero, one, most = (op.number(value, dy) for value in (0.0, 1.0, math.inf))
     kinds = {math.nan: op.IsNaN(dy), math.inf: op.Equal(dy, most), -math.inf: op.Equal(dy, op.Neg(most))}
@@ -456,32 +456,32 @@ def _spread_apart(op: Ops, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Va
     return dx
 
 
-def _same_windows(node: Node) -> dict[str, Any]:
+def _same_windows(node: ForwardNode) -> dict[str, Any]:
     return {name: node.attribute(name) for name in _ATTRIBUTES}
 
 
 @gradient("MaxPool")
-def _(node: Node) -> Slots:
+def max_pool_gradient(node: ForwardNode) -> Gradients:
     op, order = node.op, node.attribute("storage_order")
-    x_shape = op.shape(node.input(0))
+    x_shape = op.shape_of(node.input(0))
     return (
         op.MaxPoolGrad(
-            node.grad(0), node.output(1), x_shape, storage_order=order or None, **_same_windows(node)
+            node.grad(0), node.add_output(1), x_shape, storage_order=order or None, **_same_windows(node)
         ),
     )
 
 
 @gradient("AveragePool")
-def _(node: Node) -> Slots:
+def average_pool_gradient(node: ForwardNode) -> Gradients:
     op, padding = node.op, node.attribute("count_include_pad")
-    x_shape = op.shape(node.input(0))
+    x_shape = op.shape_of(node.input(0))
     return (
         op.AveragePoolGrad(node.grad(0), x_shape, count_include_pad=padding or None, **_same_windows(node)),
     )
 
 
 @gradient("LpPool")
-def _(node: Node) -> Slots:
+def lp_pool_gradient(node: ForwardNode) -> Gradients:
     """dX = |X|^(p-1) sign(X) * (dY / Y^(p-1), summed over the windows that hold X)"""
     op, x = node.op, node.input(0)
     same = _same_windows(node)
@@ -490,19 +490,19 @@ def _(node: Node) -> Slots:
         # Windows that reach behind the padding hold fewer elements than the kernel has: how many?
         one = op.Expand(op.number(1.0, x), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
         share = op.Mul(share, op.LpPool(one, p=1, **same))
-        summed = op.AveragePoolGrad(share, op.shape(x), **same)
+        summed = op.AveragePoolGrad(share, op.shape_of(x), **same)
     else:
         share = op.Mul(share, float(math.prod(same["kernel_shape"])))
-        summed = op.AveragePoolGrad(share, op.shape(x), count_include_pad=1, **same)
+        summed = op.AveragePoolGrad(share, op.shape_of(x), count_include_pad=1, **same)
     return (op.Mul(_lp_slope(node), summed),)
 
 
 @gradient("GlobalLpPool")
-def _(node: Node) -> Slots:
+def global_lp_pool_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(_lp_slope(node), _lp_share(node)),)
 
 
-def _lp_slope(node: Node) -> ir.Value:
+def _lp_slope(node: ForwardNode) -> ir.Value:
     """|X|^(p-1) sign(X)"""
     op, x, p = node.op, node.input(0), node.attribute("p")
     if p == 1:
@@ -513,7 +513,7 @@ def _lp_slope(node: Node) -> ir.Value:
     return power if p % 2 == 0 else op.Mul(power, op.Sign(x))
 
 
-def _lp_share(node: Node) -> ir.Value:
+def _lp_share(node: ForwardNode) -> ir.Value:
     """dY / Y^(p-1), 0 where Y is 0"""
     op, dy, y, p = node.op, node.grad(0), node.output(0), node.attribute("p")
     if p == 1:
@@ -525,14 +525,14 @@ def _lp_share(node: Node) -> ir.Value:
 
 
 @gradient("GlobalAveragePool")
-def _(node: Node) -> Slots:
+def global_average_pool_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     count = op.CastLike(op.ReduceProd(op.Shape(x, start=2), keepdims=0), node.grad(0))
-    return (op.Expand(op.Div(node.grad(0), count), op.shape(x)),)
+    return (op.Expand(op.Div(node.grad(0), count), op.shape_of(x)),)
 
 
 @gradient("GlobalMaxPool")
-def _(node: Node) -> Slots:
+def global_max_pool_gradient(node: ForwardNode) -> Gradients:
     """dX = dY at the first maximum, as in PyTorch's adaptive_max_pool"""
     op, x = node.op, node.input(0)
     positions = op.ReduceProd(op.Shape(x, start=2), keepdims=1)
@@ -540,11 +540,11 @@ def _(node: Node) -> Slots:
     first = op.ArgMax(flat, axis=2, keepdims=1)
     numbers = op.Range(0, op.Squeeze(positions), 1)
     dy = op.Reshape(node.grad(0), [0, 0, 1])
-    return (op.Reshape(op.Where(op.Equal(numbers, first), dy, 0.0), op.shape(x), allowzero=1),)
+    return (op.Reshape(op.Where(op.Equal(numbers, first), dy, 0.0), op.shape_of(x), allowzero=1),)
 
 
 @gradient("MaxUnpool")
-def _(node: Node) -> Slots:
+def max_unpool_gradient(node: ForwardNode) -> Gradients:
     """dX = dY[I]"""
     op, indices = node.op, node.input(1)
     rank = len(node.attribute("kernel_shape"))

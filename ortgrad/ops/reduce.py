@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.ops.index import number_like, product_of_others
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _DOUBLE = 11  # TensorProto.DOUBLE
 
 
-def _kept(node: Node, value: ir.Value) -> ir.Value:
+def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:
     """A value of the shape of the output, so that it broadcasts with the input."""
     if node.attribute("keepdims") or node.optional(1) is None:
         # Without axes, all of them are gone (or none): a scalar broadcasts as it is.
@@ -25,7 +25,7 @@ def _kept(node: Node, value: ir.Value) -> ir.Value:
     return node.op.Unsqueeze(value, node.input(1))
 
 
-def _again(node: Node, op_type: str, value: ir.Value) -> ir.Value:
+def _again(node: ForwardNode, op_type: str, value: ir.Value) -> ir.Value:
     """Another reduction over the same axes, which stay with length 1."""
     reduce = getattr(node.op, op_type)
     return reduce(
@@ -33,17 +33,17 @@ def _again(node: Node, op_type: str, value: ir.Value) -> ir.Value:
     )
 
 
-def _expanded(node: Node, value: ir.Value) -> ir.Value:
-    return node.op.Expand(value, node.op.shape(node.input(0)))
+def _expanded(node: ForwardNode, value: ir.Value) -> ir.Value:
+    return node.op.Expand(value, node.op.shape_of(node.input(0)))
 
 
 @gradient("ReduceSum")
-def _(node: Node) -> Slots:
+def reduce_sum_gradient(node: ForwardNode) -> Gradients:
     return (_expanded(node, _kept(node, node.grad(0))),)
 
 
 @gradient("ReduceMean")
-def _(node: Node) -> Slots:
+def reduce_mean_gradient(node: ForwardNode) -> Gradients:
     op, x, y = node.op, node.input(0), node.output(0)
     if x.shape is not None and y.shape is not None and x.shape.is_static() and y.shape.is_static():
         share = op.number(math.prod(y.shape.numpy()) / max(math.prod(x.shape.numpy()), 1), x)
@@ -54,7 +54,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ReduceMax", "ReduceMin")
-def _(node: Node) -> Slots:
+def reduce_max_gradient(node: ForwardNode) -> Gradients:
     # Equal shares for all that reach the extreme, as in PyTorch's amax and amin.
     op, x = node.op, node.input(0)
     reached = op.Equal(x, _kept(node, node.output(0)))
@@ -63,7 +63,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ReduceProd")
-def _(node: Node) -> Slots:
+def reduce_prod_gradient(node: ForwardNode) -> Gradients:
     others = product_of_others(
         node.op,
         node.input(0),
@@ -74,12 +74,12 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ReduceL1")
-def _(node: Node) -> Slots:
+def reduce_l1_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(_kept(node, node.grad(0)), node.op.Sign(node.input(0))),)
 
 
 @gradient("ReduceL2")
-def _(node: Node) -> Slots:
+def reduce_l2_gradient(node: ForwardNode) -> Gradients:
     # 0 at the origin, as in PyTorch; the inner Where keeps NaN out of second derivatives.
     op, dy, y = node.op, node.grad(0), node.output(0)
     origin = op.Equal(y, 0.0)
@@ -88,18 +88,18 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ReduceSumSquare")
-def _(node: Node) -> Slots:
+def reduce_sum_square_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Mul(node.input(0), _kept(node, node.op.Mul(node.grad(0), 2.0))),)
 
 
 @gradient("ReduceLogSum")
-def _(node: Node) -> Slots:
+def reduce_log_sum_gradient(node: ForwardNode) -> Gradients:
     total = _again(node, "ReduceSum", node.input(0))
     return (_expanded(node, node.op.Div(_kept(node, node.grad(0)), total)),)
 
 
 @gradient("ReduceLogSumExp")
-def _(node: Node) -> Slots:
+def reduce_log_sum_exp_gradient(node: ForwardNode) -> Gradients:
     op, y = node.op, node.output(0)
     # Where everything is -inf, so is Y, and the difference would be NaN.
     y = op.Where(op.Equal(y, -math.inf), 0.0, y)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _REPEATING = {
 
 
 @gradient("Resize")
-def _(node: Node) -> Slots:
+def resize_gradient(node: ForwardNode) -> Gradients:
     """dX = dY times the transposed matrix of the interpolation, axis by axis"""
     op, dx = node.op, node.grad(0)
     axes = [axis % node.rank() for axis in node.attribute("axes") or range(node.rank())]
@@ -59,7 +59,7 @@ def _(node: Node) -> Slots:
     return (dx,)
 
 
-def _behind(node: Node, kept: list[int]) -> ir.Value:
+def _behind(node: ForwardNode, kept: list[int]) -> ir.Value:
     """The shape of X behind some axes, with zeros for these."""
     dims = list(node.input(0).shape or [])[len(kept) :]
     if all(isinstance(n, int) for n in dims):
@@ -67,7 +67,7 @@ def _behind(node: Node, kept: list[int]) -> ir.Value:
     return node.op.Concat(kept, node.op.Shape(node.input(0), start=len(kept)), axis=0)
 
 
-def _factors(node: Node, axes: list[int]) -> dict[int, float | None]:
+def _factors(node: ForwardNode, axes: list[int]) -> dict[int, float | None]:
     """By axis how much longer it gets; None if that is not known. What is not resized has 1."""
     factors: dict[int, float | None] = dict.fromkeys(axes)
     if node.attribute("mode") != "nearest" and node.rank() > 3:
@@ -91,11 +91,11 @@ def _factors(node: Node, axes: list[int]) -> dict[int, float | None]:
     return factors
 
 
-def _has_policy(node: Node) -> bool:
+def _has_policy(node: ForwardNode) -> bool:
     return node.optional(3) is not None and node.attribute("keep_aspect_ratio_policy") != "stretch"
 
 
-def _whole_factors(node: Node, factors: dict[int, float | None]) -> dict[int, int] | None:
+def _whole_factors(node: ForwardNode, factors: dict[int, float | None]) -> dict[int, int] | None:
     """The factors other than 1 by axis if Resize repeats every element so many times, else None."""
     if node.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
         return None
@@ -113,7 +113,7 @@ def _whole_factors(node: Node, factors: dict[int, float | None]) -> dict[int, in
     return {axis: int(factor) for axis, factor in known.items() if factor is not None}
 
 
-def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
+def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
     """Resize of the unit matrix along its second axis as X is resized along this one."""
     op, x, number = node.op, node.input(0), axes.index(axis)
     same: dict[str, Any] = {
@@ -155,7 +155,7 @@ def _unit_response(node: Node, axes: list[int], axis: int) -> ir.Value:
     return op.Squeeze(resized, [0, 3])
 
 
-def _copies(node: Node) -> ir.Value:
+def _copies(node: ForwardNode) -> ir.Value:
     """How often to repeat one more axis of length 1 beside the unit matrix: 2, or 1 if X keeps its shape.
 
     Where no length changes, onnxruntime copies X whatever the scales are. If another axis of X has a new
@@ -167,11 +167,11 @@ def _copies(node: Node) -> ir.Value:
     changed = any(isinstance(n, int) and isinstance(m, int) and n != m for n, m in dims)
     if changed or (scales is not None and ((scales < 1) | (scales >= 2)).any()):
         return op.constant(np.array([2], np.int64))
-    equal = op.Cast(op.Equal(op.shape(x), op.shape(y)), to=_INT64)
+    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=_INT64)
     return op.Sub([2], op.ReduceProd(equal, keepdims=1))
 
 
-def _common_factor(node: Node, axes: list[int], same: dict[str, Any]) -> ir.Value:
+def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> ir.Value:
     """The factor of all axes under a keep_aspect_ratio_policy.
 
     Lengths are rounded then, and not cut off as with scales; so the unit matrix gets one place more that
@@ -184,13 +184,13 @@ def _common_factor(node: Node, axes: list[int], same: dict[str, Any]) -> ir.Valu
             f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
             "asymmetric only, without antialias and exclude_outside"
         )
-    lengths = op.Cast(op.Gather(op.shape(node.input(0)), axes), to=_FLOAT)
+    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=_FLOAT)
     factors = op.Div(op.Cast(node.input(3), to=_FLOAT), lengths)
     return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
 
 
 @gradient("GridSample")
-def _(node: Node) -> Slots:
+def grid_sample_gradient(node: ForwardNode) -> Gradients:
     op, x, grid = node.op, node.input(0), node.input(1)
     rank = node.rank() - 2
     mode = _MODES.get(node.attribute("mode"), node.attribute("mode"))
@@ -216,13 +216,13 @@ def _(node: Node) -> Slots:
         if x.dtype != grid.dtype:
             by_coordinates = op.CastLike(by_coordinates, grid)
         moved = op.Mul(by_coordinates, scale)
-        dgrid = op.Reshape(op.Where(finite, moved, 0.0), op.shape(grid), allowzero=1)
+        dgrid = op.Reshape(op.Where(finite, moved, 0.0), op.shape_of(grid), allowzero=1)
     dx = op.Transpose(samples.grad_of_rows(dy), perm=[0, 2, 1])
-    return op.Reshape(dx, op.shape(x), allowzero=1), dgrid
+    return op.Reshape(dx, op.shape_of(x), allowzero=1), dgrid
 
 
 @gradient("AffineGrid")
-def _(node: Node) -> Slots:
+def affine_grid_gradient(node: ForwardNode) -> Gradients:
     """dtheta = dY^T times the grid of the identity, with ones"""
     op, theta = node.op, node.input(0)
     shape = node.output(0).shape

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops.index import scatter_back, shape_of, size_of
@@ -14,16 +14,16 @@ from ortgrad.ops.index import scatter_back, shape_of, size_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 @gradient("Reshape", "Flatten")
-def _(node: Node) -> Slots:
+def reshape_gradient(node: ForwardNode) -> Gradients:
     return (_reshaped_back(node),)
 
 
 @gradient("Squeeze")
-def _(node: Node) -> Slots:
+def squeeze_gradient(node: ForwardNode) -> Gradients:
     axes = node.constant(1)
     # An empty list of axes stands for all of length 1.
     if axes is None or not axes.size:
@@ -32,31 +32,31 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Unsqueeze")
-def _(node: Node) -> Slots:
+def unsqueeze_gradient(node: ForwardNode) -> Gradients:
     axes = node.constant(1)
     if axes is None or not axes.size:
         return (_reshaped_back(node),)
     return (node.op.Squeeze(node.grad(0), node.input(1)),)
 
 
-def _reshaped_back(node: Node) -> ir.Value:
-    return node.op.Reshape(node.grad(0), node.op.shape(node.input(0)), allowzero=1)
+def _reshaped_back(node: ForwardNode) -> ir.Value:
+    return node.op.Reshape(node.grad(0), node.op.shape_of(node.input(0)), allowzero=1)
 
 
 @gradient("Transpose")
-def _(node: Node) -> Slots:
+def transpose_gradient(node: ForwardNode) -> Gradients:
     perm = node.attribute("perm")
     inverse = None if perm is None else [int(i) for i in np.argsort(perm)]
     return (node.op.Transpose(node.grad(0), perm=inverse),)
 
 
 @gradient("Expand", broadcasts=True)
-def _(node: Node) -> Slots:
+def expand_gradient(node: ForwardNode) -> Gradients:
     return (node.grad(0),)
 
 
 @gradient("Tile")
-def _(node: Node) -> Slots:
+def tile_gradient(node: ForwardNode) -> Gradients:
     op, x, rank = node.op, node.input(0), node.rank()
     repeats = node.constant(1)
     times: list[int | ir.Value] = (
@@ -80,7 +80,7 @@ def _known_rank(value: ir.Value) -> int | None:
     return None if value.shape is None else len(value.shape)
 
 
-def _length(op: Ops, value: ir.Value, axis: int) -> int | ir.Value:
+def _length(op: Recorder, value: ir.Value, axis: int) -> int | ir.Value:
     """The length of an axis: a number if it is known, else a vector of one."""
     known = value.shape[axis] if value.shape is not None else None
     if isinstance(known, int):
@@ -88,7 +88,7 @@ def _length(op: Ops, value: ir.Value, axis: int) -> int | ir.Value:
     return op.Shape(value, start=axis, end=None if axis == -1 else axis + 1)
 
 
-def _vector(op: Ops, *lengths: int | ir.Value) -> ir.Value:
+def _vector(op: Recorder, *lengths: int | ir.Value) -> ir.Value:
     """The lengths as one vector."""
     if all(isinstance(n, int) for n in lengths):
         return op.constant(np.array(lengths, np.int64))
@@ -96,15 +96,15 @@ def _vector(op: Ops, *lengths: int | ir.Value) -> ir.Value:
 
 
 @gradient("Pad")
-def _(node: Node) -> Slots:
+def pad_gradient(node: ForwardNode) -> Gradients:
     op, dy, x, axes = node.op, node.grad(0), node.input(0), node.optional(3)
     mode, rank = node.attribute("mode"), _known_rank(x)
     if mode != "constant":
         # Where each element of the output comes from.
-        positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape(x))
+        positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x))
         source = op.Pad(positions, node.input(1), None, axes, rank=rank, mode=mode)
         flat = op.GatherGrad(size_of(op, x), source, dy, axis=0)
-        return (op.Reshape(flat, op.shape(x)),)
+        return (op.Reshape(flat, op.shape_of(x)),)
     pads = node.constant(1)
     dx = op.Pad(dy, op.Neg(node.input(1)) if pads is None else op.constant(-pads), None, axes, rank=rank)
     if not node.wants(2):
@@ -112,14 +112,14 @@ def _(node: Node) -> Slots:
     value = node.input(2)
     padding = op.Pad(op.full_like(x, 0.0), node.input(1), op.number(1.0, x), axes, rank=rank)
     total = op.ReduceSum(op.Mul(dy, padding), keepdims=0)
-    return dx, None, op.Reshape(total, op.shape(value))
+    return dx, None, op.Reshape(total, op.shape_of(value))
 
 
 @gradient("CenterCropPad")
-def _(node: Node) -> Slots:
+def center_crop_pad_gradient(node: ForwardNode) -> Gradients:
     op, x, axes = node.op, node.input(0), node.attribute("axes")
     # Negative pads crop. The division rounds towards 0, as both cropping and padding do.
-    missing = op.Sub(op.shape(x), op.shape(node.output(0)))
+    missing = op.Sub(op.shape_of(x), op.shape_of(node.output(0)))
     missing = missing if axes is None else op.Gather(missing, axes)
     before = op.Div(missing, 2)
     pads = op.Concat(before, op.Sub(missing, before), axis=0)
@@ -127,7 +127,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Concat")
-def _(node: Node) -> Slots:
+def concat_gradient(node: ForwardNode) -> Gradients:
     op, axis, inputs = node.op, node.attribute("axis"), [node.input(i) for i in range(len(node.inputs))]
     if len(inputs) == 1:
         return (node.grad(0),)
@@ -136,8 +136,8 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Split")
-def _(node: Node) -> Slots:
-    count = len(node.node.outputs)
+def split_gradient(node: ForwardNode) -> Gradients:
+    count = len(node.outputs)
     if count == 1:
         return (node.grad(0),)
     grads = [node.grad(i) for i in range(count)]
@@ -145,7 +145,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("DepthToSpace")
-def _(node: Node) -> Slots:
+def depth_to_space_gradient(node: ForwardNode) -> Gradients:
     op, block = node.op, node.attribute("blocksize")
     # The channels in the order of DCR: rows and columns of the block, then depth.
     dx = op.SpaceToDepth(node.grad(0), blocksize=block)
@@ -155,46 +155,46 @@ def _(node: Node) -> Slots:
     batch, height, width = (_length(op, x, i) for i in (0, 2, 3))
     shape = _vector(op, batch, block * block, _length(op, node.output(0), 1), height, width)
     split = op.Transpose(op.Reshape(dx, shape, allowzero=1), perm=[0, 2, 1, 3, 4])
-    return (op.Reshape(split, op.shape(x), allowzero=1),)
+    return (op.Reshape(split, op.shape_of(x), allowzero=1),)
 
 
 @gradient("SpaceToDepth")
-def _(node: Node) -> Slots:
+def space_to_depth_gradient(node: ForwardNode) -> Gradients:
     mode = node.attribute("mode") or "DCR"
     return (node.op.DepthToSpace(node.grad(0), blocksize=node.attribute("blocksize"), mode=mode),)
 
 
 @gradient("Trilu")
-def _(node: Node) -> Slots:
+def trilu_gradient(node: ForwardNode) -> Gradients:
     return (node.op.Trilu(node.grad(0), node.optional(1), upper=node.attribute("upper")),)
 
 
 @gradient("ReverseSequence")
-def _(node: Node) -> Slots:
+def reverse_sequence_gradient(node: ForwardNode) -> Gradients:
     axes = {name: node.attribute(name) for name in ("batch_axis", "time_axis")}
     return (node.op.ReverseSequence(node.grad(0), node.input(1), **axes),)
 
 
 @gradient("Slice")
-def _(node: Node) -> Slots:
+def slice_gradient(node: ForwardNode) -> Gradients:
     op, dy, x, starts, steps = node.op, node.grad(0), node.input(0), node.input(1), node.optional(4)
     axes = _slice_axes(node)
     given = node.constant(4)
     if steps is not None and (given is None or (given != 1).any()):
         if starts.dtype not in (None, axes.dtype):
             axes = op.Cast(axes, to=int(starts.dtype))
-        return (op.SliceGrad(dy, op.shape(x), starts, node.input(2), axes, steps),)
+        return (op.SliceGrad(dy, op.shape_of(x), starts, node.input(2), axes, steps),)
     pads = _static_pads(node)
     if pads is not None:
         return (op.Pad(dy, pads, None, axes, rank=_known_rank(x)),)
-    first, length = op.Cast(starts, to=_INT64), op.Gather(op.shape(x), axes)
+    first, length = op.Cast(starts, to=_INT64), op.Gather(op.shape_of(x), axes)
     first = op.Where(op.Less(first, 0), op.Add(first, length), first)
     before = op.Min(op.Max(first, 0), length)
-    after = op.Sub(op.Sub(length, before), op.Gather(op.shape(node.output(0)), axes))
+    after = op.Sub(op.Sub(length, before), op.Gather(op.shape_of(node.output(0)), axes))
     return (op.Pad(dy, op.Concat(before, after, axis=0), None, axes, rank=_known_rank(x)),)
 
 
-def _slice_axes(node: Node) -> ir.Value:
+def _slice_axes(node: ForwardNode) -> ir.Value:
     op, axes, known = node.op, node.optional(3), node.constant(3)
     if known is not None:
         return op.constant(known.astype(np.int64))
@@ -209,7 +209,7 @@ def _slice_axes(node: Node) -> ir.Value:
 _INT64 = 7  # TensorProto.INT64
 
 
-def _static_pads(node: Node) -> list[int] | None:
+def _static_pads(node: ForwardNode) -> list[int] | None:
     """What a slice of constant bounds along known axes cut off, before and after; None if not known."""
     starts, ends, shape = node.constant(1), node.constant(2), node.input(0).shape
     axes = np.arange(len(starts)) if starts is not None and node.optional(3) is None else node.constant(3)
@@ -276,8 +276,8 @@ def slice_grad(
 
 
 @slice_grad.onnx
-def _(
-    op: Ops,
+def slice_grad_body(
+    op: Recorder,
     dy: ir.Value,
     shape: ir.Value,
     starts: ir.Value,

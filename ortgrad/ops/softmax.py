@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
@@ -21,7 +21,7 @@ from ortgrad.ops._kernels import blockwise
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 def _dims(*, axis: int) -> dict[str, str]:
@@ -35,7 +35,7 @@ def softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> n
 
 
 @softmax_grad.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+def softmax_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _body_from_axis_on(_softmax_body, op, dy, y, axis)
 
 
@@ -48,7 +48,7 @@ def softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -
 
 
 @softmax_grad_13.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+def softmax_grad_13_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _softmax_body(op, dy, y, axis)
 
 
@@ -61,7 +61,7 @@ def log_softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) 
 
 
 @log_softmax_grad.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+def log_softmax_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _body_from_axis_on(_log_softmax_body, op, dy, y, axis)
 
 
@@ -74,7 +74,7 @@ def log_softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empt
 
 
 @log_softmax_grad_13.onnx
-def _(op: Ops, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+def log_softmax_grad_13_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
     return _log_softmax_body(op, dy, y, axis)
 
 
@@ -83,7 +83,7 @@ def _softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
     dx *= y
 
 
-def _softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
+def _softmax_body(op: Recorder, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
     _check_axis(y, axis)
     return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(y, dy), [axis])))
 
@@ -94,7 +94,7 @@ def _log_softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
     np.subtract(dy, dx, out=dx)
 
 
-def _log_softmax_body(op: Ops, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
+def _log_softmax_body(op: Recorder, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
     _check_axis(y, axis)
     return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, [axis])))
 
@@ -124,7 +124,7 @@ def _matrices(array: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def _body_from_axis_on(
-    body: Callable[..., ir.Value], op: Ops, dy: ir.Value, y: ir.Value, axis: int
+    body: Callable[..., ir.Value], op: Recorder, dy: ir.Value, y: ir.Value, axis: int
 ) -> ir.Value:
     _check_axis(y, axis)
     matrices = [op.Flatten(value, axis=axis) for value in (dy, y)]
@@ -143,18 +143,18 @@ def _check_axis(value: ir.Value, axis: int) -> None:
 
 
 @gradient("Softmax")
-def _(node: Node) -> Slots:
+def softmax_gradient(node: ForwardNode) -> Gradients:
     y = without_nan(node, node.output(0), 0.0)
     return (node.op.SoftmaxGrad_13(node.grad(0), y, axis=node.attribute("axis")),)
 
 
 @gradient("LogSoftmax")
-def _(node: Node) -> Slots:
+def log_softmax_gradient(node: ForwardNode) -> Gradients:
     y = without_nan(node, node.output(0), -math.inf)
     return (node.op.LogSoftmaxGrad_13(node.grad(0), y, axis=node.attribute("axis")),)
 
 
-def without_nan(node: Node, y: ir.Value, instead: float) -> ir.Value:
+def without_nan(node: ForwardNode, y: ir.Value, instead: float) -> ir.Value:
     """Probabilities without the NaN that the model itself takes out of the node's first output.
 
     A row that is masked away is NaN. Exporters write IsNaN and Where behind it, so that nothing flows back

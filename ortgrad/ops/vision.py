@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.ops._sampling import sample
 from ortgrad.ops._windows import explicit_pads, per_dimension
 
@@ -18,7 +18,7 @@ _INT64 = 7
 
 
 @gradient("LRN")
-def _(node: Node) -> Slots:
+def lrn_gradient(node: ForwardNode) -> Gradients:
     """dX = dY * S^-beta - 2 alpha beta X * mean(dY * Y / S), S = bias + alpha * mean(X^2) over channels"""
     op, dy, x, y = node.op, node.grad(0), node.input(0), node.output(0)
     alpha, beta, size = (node.attribute(name) for name in ("alpha", "beta", "size"))
@@ -29,7 +29,7 @@ def _(node: Node) -> Slots:
     def mean(value: ir.Value, pads: list[int]) -> ir.Value:
         rows = op.Unsqueeze(op.Reshape(value, channels, allowzero=1), [1])
         means = op.AveragePool(rows, kernel_shape=[size, 1], pads=pads, count_include_pad=1)
-        return op.Reshape(means, op.shape(x), allowzero=1)
+        return op.Reshape(means, op.shape_of(x), allowzero=1)
 
     squares = mean(op.Mul(x, x), [before, 0, size - 1 - before, 0])
     s = op.Add(op.Mul(squares, alpha), node.attribute("bias"))
@@ -40,7 +40,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("Col2Im")
-def _(node: Node) -> Slots:
+def col2_im_gradient(node: ForwardNode) -> Gradients:
     """dX = the blocks of dY, as columns"""
     op, dy, image, block = node.op, node.grad(0), node.input(1), node.input(2)
     count = next((s[0] for s in (image.shape, block.shape) if s is not None), None)
@@ -67,11 +67,11 @@ def _(node: Node) -> Slots:
     if count > 1:
         order = [*range(2, 2 + 2 * count, 2), *range(3, 3 + 2 * count, 2)]
         dy = op.Transpose(dy, perm=[0, 1, *order])
-    return (op.Reshape(dy, op.shape(node.input(0)), allowzero=1),)
+    return (op.Reshape(dy, op.shape_of(node.input(0)), allowzero=1),)
 
 
 @gradient("DeformConv")
-def _(node: Node) -> Slots:
+def deform_conv_gradient(node: ForwardNode) -> Gradients:
     """As Conv on columns that are samples of X around moved places, scaled with the mask"""
     op, dy, x, w, mask = node.op, node.grad(0), node.input(0), node.input(1), node.optional(4)
     known = node.attribute("kernel_shape") or (list(w.shape)[2:] if w.shape is not None else [])
@@ -105,7 +105,7 @@ def _(node: Node) -> Slots:
         values = samples.sums()
         if mask is not None:
             by_tap = op.ReduceSum(op.Mul(grads, values), [2], keepdims=1)
-            dmask = op.Reshape(by_tap, op.shape(mask), allowzero=1)
+            dmask = op.Reshape(by_tap, op.shape_of(mask), allowzero=1)
             values = op.Mul(values, factors)
         by_tap = op.Reshape(values, op.Concat(images, [taps], positions, per_set, axis=0), allowzero=1)
         columns = op.Reshape(
@@ -114,21 +114,26 @@ def _(node: Node) -> Slots:
             allowzero=1,
         )
         products = op.MatMul(dy_groups, op.Transpose(columns, perm=[0, 1, 3, 2]))
-        dw = op.Reshape(op.ReduceSum(products, [0], keepdims=0), op.shape(w), allowzero=1)
+        dw = op.Reshape(op.ReduceSum(products, [0], keepdims=0), op.shape_of(w), allowzero=1)
     if mask is not None:
         grads = op.Mul(grads, factors)
-    dx = op.Reshape(op.Transpose(samples.grad_of_rows(grads), perm=[0, 2, 1]), op.shape(x), allowzero=1)
+    dx = op.Reshape(op.Transpose(samples.grad_of_rows(grads), perm=[0, 2, 1]), op.shape_of(x), allowzero=1)
     doffset = None
     if node.wants(2):
         moved = op.Reshape(
             samples.grad_of_coordinates(grads), op.Concat(images, [taps], positions, [2], axis=0), allowzero=1
         )
-        doffset = op.Reshape(op.Transpose(moved, perm=[0, 1, 3, 2]), op.shape(node.input(2)), allowzero=1)
+        doffset = op.Reshape(op.Transpose(moved, perm=[0, 1, 3, 2]), op.shape_of(node.input(2)), allowzero=1)
     return dx, dw, doffset, op.ReduceSum(dy, [0, 2, 3], keepdims=0), dmask
 
 
 def _by_point(
-    node: Node, value: ir.Value, images: ir.Value, points: ir.Value, positions: ir.Value, components: int
+    node: ForwardNode,
+    value: ir.Value,
+    images: ir.Value,
+    points: ir.Value,
+    positions: ir.Value,
+    components: int,
 ) -> ir.Value:
     """(N, sets * taps * components, ...) as (N * sets, taps * positions, components)."""
     op = node.op
@@ -138,7 +143,7 @@ def _by_point(
     return op.Reshape(value, op.Concat(images, points, [components], axis=0), allowzero=1)
 
 
-def _places(node: Node, sizes: list[int]) -> ir.Value:
+def _places(node: ForwardNode, sizes: list[int]) -> ir.Value:
     """Where the taps of a convolution without offsets read: (taps * positions, 2)."""
     op = node.op
     strides = per_dimension("strides", node.attribute("strides"), 2)
@@ -161,7 +166,7 @@ def _places(node: Node, sizes: list[int]) -> ir.Value:
 
 
 @gradient("RoiAlign")
-def _(node: Node) -> Slots:
+def roi_align_gradient(node: ForwardNode) -> Gradients:
     """dX = what the samples of each region read of X, times dY; regions have no gradient, as in PyTorch"""
     return (_mean_of_regions(node) if node.attribute("mode") == "avg" else _maximum_of_regions(node),)
 
@@ -169,7 +174,7 @@ def _(node: Node) -> Slots:
 class _Reads:
     """Where the samples of all regions read X along a spatial axis: (regions, outputs, samples)."""
 
-    def __init__(self, node: Node, axis: int) -> None:
+    def __init__(self, node: ForwardNode, axis: int) -> None:
         op, rois = node.op, node.input(1)
         scale, ratio = node.attribute("spatial_scale"), node.attribute("sampling_ratio")
         outputs = node.attribute("output_height" if axis == 0 else "output_width")
@@ -223,7 +228,7 @@ class _Reads:
         return op.Unsqueeze(op.Min(pair, op.Sub(self.size, 1)), axes), op.Unsqueeze(weights, axes)
 
 
-def _mean_of_regions(node: Node) -> ir.Value:
+def _mean_of_regions(node: ForwardNode) -> ir.Value:
     op, x, dy = node.op, node.input(0), node.grad(0)
     rows, columns = _Reads(node, 0).shares(), _Reads(node, 1).shares()
     # First along rows of X, then all regions of an image at once: (regions * outputs, C * W).
@@ -241,7 +246,7 @@ def _mean_of_regions(node: Node) -> ir.Value:
     return op.Transpose(op.Reshape(op.MatMul(by_image, spread), apart, allowzero=1), perm=[0, 2, 1, 3])
 
 
-def _maximum_of_regions(node: Node) -> ir.Value:
+def _maximum_of_regions(node: ForwardNode) -> ir.Value:
     """onnxruntime takes the maximum of the elements around all samples, each times its weight."""
     op, x, dy = node.op, node.input(0), node.grad(0)
     tall, wide = _Reads(node, 0), _Reads(node, 1)
@@ -270,4 +275,4 @@ def _maximum_of_regions(node: Node) -> ir.Value:
     dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), op.Concat(regions, [outputs, 1], channels, axis=0))
     parts = op.Where(op.Equal(numbers, first), op.Mul(dy, weight), 0.0)
     grads = op.Reshape(op.GatherGrad(op.Shape(elements), index, parts, axis=0), op.Shape(by_place))
-    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape(x))
+    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x))

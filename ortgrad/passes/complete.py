@@ -18,7 +18,7 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import MINIMUM_OPSET, Ops
+from ortgrad.graph.recorder import MINIMUM_OPSET, Recorder
 from ortgrad.operators.call import EMPTY_PREFIX, Call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
 
@@ -75,17 +75,17 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator, names: Names, 
             f"has at most {len(operator.inputs)} and {len(operator.outputs)}"
         )
     present += [False] * (len(operator.inputs) - len(present))
-    for slot, given in zip(operator.inputs, present, strict=True):
-        if not (given or slot.optional):
-            raise NodeError(f"input {slot.name} is missing")
+    for parameter, given in zip(operator.inputs, present, strict=True):
+        if not (given or parameter.optional):
+            raise NodeError(f"input {parameter.name} is missing")
     wanted = [
-        bool(value.name and (value.uses() or value.is_graph_output() or not slot.optional))
-        for slot, value in zip(operator.outputs, node.outputs, strict=False)
+        bool(value.name and (value.uses() or value.is_graph_output() or not parameter.optional))
+        for parameter, value in zip(operator.outputs, node.outputs, strict=False)
     ]
     wanted += [False] * (len(operator.outputs) - len(wanted))
-    for slot, want in zip(operator.outputs, wanted, strict=True):
-        if not (want or slot.optional):
-            raise NodeError(f"output {slot.name} is missing")
+    for parameter, want in zip(operator.outputs, wanted, strict=True):
+        if not (want or parameter.optional):
+            raise NodeError(f"output {parameter.name} is missing")
     for name in operator.forward_attributes:
         node.attributes.pop(name, None)
     attributes = operator.complete({a.name: _plain(a) for a in node.attributes.values()})
@@ -93,8 +93,8 @@ def _describe(model: ir.Model, node: ir.Node, operator: Operator, names: Names, 
     node.resize_outputs(len(operator.outputs))
     first = next(v.name for v in node.outputs if v.name)
     node.name = node.name or names.fresh(f"{operator.name}_{first}")
-    for slot, value, want in zip(operator.outputs, node.outputs, wanted, strict=True):
-        value.name = value.name or names.fresh(f"{node.name}.unused.{slot.name}")
+    for parameter, value, want in zip(operator.outputs, node.outputs, wanted, strict=True):
+        value.name = value.name or names.fresh(f"{node.name}.unused.{parameter.name}")
         if not want:
             # What the graph says of its shape would have onnxruntime reuse memory that is not there.
             value.shape = None if value.type is None else ir.Shape([0])
@@ -115,10 +115,10 @@ def _add_shape_input(model: ir.Model, node: ir.Node, names: Names) -> None:
     """Give a pool gradient the shape of X, which onnxruntime-training leaves to the graph."""
     graph, output, dy = node.graph, node.outputs[0], node.inputs[0]
     assert graph is not None
-    op = Ops(model.opset_imports.get("", MINIMUM_OPSET), names, node.name or f"{output.name}")
+    op = Recorder(model.opset_imports.get("", MINIMUM_OPSET), names, node.name or f"{output.name}")
     shape = output.shape
     if shape is not None and shape.is_static():
-        x_shape = op.shape(output)
+        x_shape = op.shape_of(output)
     elif (x := _pooled(node)) is not None:
         x_shape = op.Shape(x)
     elif shape is not None and dy is not None and all(isinstance(dim, int) for dim in shape[2:]):
@@ -156,19 +156,19 @@ def _pooled(node: ir.Node) -> ir.Value | None:
 
 def _add_cell_inputs(node: ir.Node, operator: Operator) -> None:
     """Give LSTMGrad the B and P of its LSTMTraining, which onnxruntime-training leaves out."""
-    slots = {slot.name: i for i, slot in enumerate(operator.inputs)}
-    gates = node.inputs[slots["iofc"]] if len(node.inputs) > slots["iofc"] else None
+    parameters = {parameter.name: i for i, parameter in enumerate(operator.inputs)}
+    gates = node.inputs[parameters["iofc"]] if len(node.inputs) > parameters["iofc"] else None
     forward = None if gates is None else gates.producer()
-    if forward is None or forward.op_type != "LSTMTraining" or len(node.inputs) > slots["B"]:
+    if forward is None or forward.op_type != "LSTMTraining" or len(node.inputs) > parameters["B"]:
         return
-    node.resize_inputs(len(slots))
+    node.resize_inputs(len(parameters))
     training = find_operator("LSTMTraining")
     assert training is not None
-    for slot, value in zip(training.inputs, forward.inputs, strict=False):
+    for parameter, value in zip(training.inputs, forward.inputs, strict=False):
         # The biases only tell what was clipped.
-        needed = slot.name == "P" or (slot.name == "B" and "clip" in node.attributes)
+        needed = parameter.name == "P" or (parameter.name == "B" and "clip" in node.attributes)
         if needed and value is not None and not (value.name or "").startswith(EMPTY_PREFIX):
-            node.replace_input_with(slots[slot.name], value)
+            node.replace_input_with(parameters[parameter.name], value)
 
 
 def _expose_sum(graph: ir.Graph, node: ir.Node, names: Names) -> None:
@@ -186,14 +186,14 @@ def _fill_inputs(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     """Put an empty tensor of the right type where an optional input is absent."""
     call = call_of(node, operator)
     bound: dict[str, str] = {}
-    for slot, value, real in zip(operator.inputs, node.inputs, call.present, strict=True):
+    for parameter, value, real in zip(operator.inputs, node.inputs, call.present, strict=True):
         if real and value is not None and value.dtype is not None:
-            bound.setdefault(slot.type, value.dtype.numpy().name)
-    for i, (slot, real) in enumerate(zip(operator.inputs, call.present, strict=True)):
+            bound.setdefault(parameter.type, value.dtype.numpy().name)
+    for i, (parameter, real) in enumerate(zip(operator.inputs, call.present, strict=True)):
         if real:
             continue
-        default = operator.types.get(slot.type, (slot.type,))[0]
-        node.replace_input_with(i, _empty(model, bound.get(slot.type, default)))
+        default = operator.types.get(parameter.type, (parameter.type,))[0]
+        node.replace_input_with(i, _empty(model, bound.get(parameter.type, default)))
 
 
 def _empty(model: ir.Model, type_: str) -> ir.Value:

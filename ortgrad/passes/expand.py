@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ortgrad.graph.bodies import record_body
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes, put_in_place
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import Operator
 
@@ -21,7 +21,7 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None
         if not choose(node, operator):
             continue
         call = call_of(node, operator)
-        op = Ops(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
+        op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
         op.label = f"{call.node} "
         put_in_place(node, [], op, record_body(op, call, node.inputs))
     for name, value in list(model.graph.initializers.items()):

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 
 
 def pad_all_axes(model: ir.Model) -> bool:
@@ -21,7 +21,7 @@ def pad_all_axes(model: ir.Model) -> bool:
     chosen = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _has_axes(node)]
     names = Names.of(model) if chosen else Names()
     for node in chosen:
-        op = Ops(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
+        op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
         put_in_place(node, [], op, [_padded(op, node) if node.op_type == "Pad" else _centred(op, node)])
     return bool(chosen)
 
@@ -34,19 +34,19 @@ def _has_axes(node: ir.Node) -> bool:
     return node.op_type == "CenterCropPad" and "axes" in node.attributes
 
 
-def _padded(op: Ops, node: ir.Node) -> ir.Value:
+def _padded(op: Recorder, node: ir.Node) -> ir.Value:
     x, pads, constant, axes = node.inputs
     assert x is not None
     mode = node.attributes.get_string("mode")
     return op.Pad(x, pads, constant, axes, mode=mode)
 
 
-def _centred(op: Ops, node: ir.Node) -> ir.Value:
+def _centred(op: Recorder, node: ir.Node) -> ir.Value:
     """As the function of CenterCropPad's schema, but in one step: negative pads crop."""
     x, shape = node.inputs
     assert x is not None
     axes = list(node.attributes["axes"].as_ints())
-    more = op.Sub(op.Cast(shape, to=ir.DataType.INT64), op.Gather(op.shape(x), axes))
+    more = op.Sub(op.Cast(shape, to=ir.DataType.INT64), op.Gather(op.shape_of(x), axes))
     # The division rounds towards 0, as both cropping and padding do.
     before = op.Div(more, 2)
     return op.Pad(x, op.Concat(before, op.Sub(more, before), axis=0), None, axes)

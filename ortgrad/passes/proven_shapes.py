@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies, subgraphs
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 
@@ -80,13 +80,13 @@ def assume_ranks(model: ir.Model, declared: Declared, outputs: Iterable[ir.Value
             return
         names = names or Names.of(model)
         for value in first:
-            _check(value, declared.ranks[value], Ops(model.opset_imports[""], names))
+            _check(value, declared.ranks[value], Recorder(model.opset_imports[""], names))
         checked.update(first)
         infer_types(model)
         infer_loop_shapes(model)
 
 
-def checked_shape(op: Ops, value: ir.Value, rank: int) -> ir.Value:
+def checked_shape(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
     """The shape of a value; running it fails if the value has another rank."""
     # A zero would otherwise mean any length.
     return op.Reshape(op.Shape(value), [rank], allowzero=1)
@@ -115,7 +115,7 @@ def _follows(value: ir.Value, pending: set[ir.Value], opsets: dict[str, int]) ->
     return any(v in pending for v in (*dependencies(node), *inner))
 
 
-def _check(value: ir.Value, rank: int, op: Ops) -> None:
+def _check(value: ir.Value, rank: int, op: Recorder) -> None:
     """Have everything read a copy of the value that is there only if the value has that rank."""
     op.scope = f"{value.name}/declared_with_{rank}_dimensions"
     node, graph = value.producer(), value.graph

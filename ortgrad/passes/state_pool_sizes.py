@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.pool_sizes import POOLS
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 
 
 def state_sizes(model: ir.Model) -> None:
@@ -21,7 +21,7 @@ def state_sizes(model: ir.Model) -> None:
         if node.op_type not in POOLS or node.domain or not _is_inferred_wrong(node):
             continue
         names = names or Names.of(model)
-        op = Ops(model.opset_imports[""], names, f"{node.outputs[0].name}/size")
+        op = Recorder(model.opset_imports[""], names, f"{node.outputs[0].name}/size")
         for value in node.outputs:
             if not value.uses() and not value.is_graph_output():
                 continue

@@ -17,7 +17,7 @@ from ortgrad.errors import ModelError, NodeError, UnsupportedGradientError
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import describe_build
 from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Ops
+from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.graph.traversal import values_by_name
 from ortgrad.passes.absent_inputs import drop_empty_inputs
@@ -87,7 +87,7 @@ def _plan(
     # What was opened up has new values under the old names.
     values = values_by_name(graph)
     targets, outputs = ([values[name] for name in group] for group in names)
-    op = Ops(model.opset_imports[""], Names.of(model))
+    op = Recorder(model.opset_imports[""], Names.of(model))
     backward = BackwardPass(op, list(graph), targets)
     for value in outputs:
         if len(outputs) == 1 and _is_scalar(proven[value.name or ""], value.name in scalars):
@@ -161,7 +161,7 @@ def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:
     return declared if proven is None else len(proven) == 0
 
 
-def _one(op: Ops, value: ir.Value, proven: bool) -> ir.Value:
+def _one(op: Recorder, value: ir.Value, proven: bool) -> ir.Value:
     """The gradient of a scalar towards itself; if it is not known to be one, that is checked at run time."""
     assert value.dtype is not None
     op.scope = f"{value.name}_grad"
@@ -169,7 +169,7 @@ def _one(op: Ops, value: ir.Value, proven: bool) -> ir.Value:
     return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
 
 
-def _checked(op: Ops, seed: ir.Value, value: ir.Value) -> ir.Value:
+def _checked(op: Recorder, seed: ir.Value, value: ir.Value) -> ir.Value:
     """The seed, which must have the shape of its value: what broadcasts would give other gradients."""
     if seed.shape is not None and seed.shape.is_static():
         # onnxruntime compares what is fed with numbers.

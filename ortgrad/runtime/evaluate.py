@@ -52,8 +52,8 @@ def evaluate(
 def describe(operator: Operator, feed: Sequence[np.ndarray]) -> str:
     """The inputs by name, type and shape, as errors show them."""
     return ", ".join(
-        f"{slot.name}: {array.dtype}{list(array.shape)}"
-        for slot, array in zip(operator.inputs, feed, strict=False)
+        f"{parameter.name}: {array.dtype}{list(array.shape)}"
+        for parameter, array in zip(operator.inputs, feed, strict=False)
     )
 
 

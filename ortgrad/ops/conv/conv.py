@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
 from ortgrad.ops._windows import (
@@ -26,7 +26,7 @@ from ortgrad.ops._windows import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 # How many elements a matrix of columns may have: it should stay in the cache between its uses. Columns of
 # X are read once more to be added up, and pay for larger ones.
@@ -359,8 +359,8 @@ def _matrix(block: np.ndarray, group: int, memory: _Scratch) -> np.ndarray:
 
 
 @conv_grad.onnx
-def _(
-    op: Ops,
+def conv_grad_body(
+    op: Recorder,
     dy: ir.Value,
     x: ir.Value,
     w: ir.Value,
@@ -391,7 +391,7 @@ def _(
     )
 
 
-def _known_kernel(op: Ops, w: ir.Value) -> list[int]:
+def _known_kernel(op: Recorder, w: ir.Value) -> list[int]:
     sizes = list(w.shape)[2:] if w.shape is not None else []
     if not sizes or not all(isinstance(n, int) for n in sizes):
         raise NodeError(f"the kernel size is not known; declare the shape of {w.name!r} or give kernel_shape")
@@ -466,7 +466,7 @@ class _Form:
         for tap in itertools.product(*map(range, self.kernel)):
             yield tuple(k * d for k, d in zip(tap, self.dilations, strict=True))
 
-    def pads_at_run_time(self, op: Ops, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def pads_at_run_time(self, op: Recorder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The padding for SAME_UPPER and SAME_LOWER, before and after."""
         strides = op.constant(np.array(self.strides, np.int64))
         sizes = op.Shape(x, start=2)
@@ -478,7 +478,7 @@ class _Form:
         return (small, large) if self.auto_pad == "SAME_UPPER" else (large, small)
 
 
-def _dx_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
+def _dx_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
     if dy.dtype is not None and dy.dtype.name == "DOUBLE":
         return _dx_body_of_products(op, dy, x, w, form, group)
     heads, tails = form.pads or ((0,) * form.rank,) * 2
@@ -506,7 +506,7 @@ def _dx_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group
 
 
 def _dx_body_of_products(
-    op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int
+    op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int
 ) -> ir.Value:
     """The same without ConvTranspose, which onnxruntime does not have in float64."""
     rank, taps = form.rank, math.prod(form.kernel)
@@ -541,7 +541,7 @@ def _dx_body_of_products(
     return op.Transpose(op.Reshape(op.MatMul(kernels, columns), swapped, allowzero=1), perm=swap)
 
 
-def _dw_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
+def _dw_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
     taps = math.prod(form.kernel)
     if form.pads is None:
         at_run_time = op.Concat(*form.pads_at_run_time(op, x), axis=0)
@@ -561,7 +561,7 @@ def _dw_body(op: Ops, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group
     return op.Reshape(op.Transpose(dw, perm=[0, 3, 2, 1]), op.Shape(w), allowzero=1)
 
 
-def _taps(op: Ops, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
+def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
     """For each tap of the kernel, what it reads of the padded X."""
     phases = {
         starts: tuple(a % s for a, s in zip(starts, form.strides, strict=True)) for starts in form.starts()
@@ -582,7 +582,7 @@ def _taps(op: Ops, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
     return parts
 
 
-def _by_group(op: Ops, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
+def _by_group(op: Recorder, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
     """(N, C, ...) as (N, group, C / group, positions), where the positions are those of dY."""
     # Not -1: that fails if the batch is empty.
     positions = op.ReduceProd(op.Shape(dy, start=2), keepdims=1)
@@ -592,7 +592,7 @@ def _by_group(op: Ops, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
 
 
 @gradient("Conv")
-def _(node: Node) -> Slots:
+def conv_gradient(node: ForwardNode) -> Gradients:
     return node.op.ConvGrad(
         node.grad(0),
         node.input(0),
@@ -608,7 +608,7 @@ def _(node: Node) -> Slots:
 
 
 @gradient("ConvTranspose")
-def _(node: Node) -> Slots:
+def conv_transpose_gradient(node: ForwardNode) -> Gradients:
     """dX = Conv(dY, W); dW is that convolution's gradient towards W for the gradient X; dB = sum of dY"""
     op, dy, w = node.op, node.grad(0), node.input(1)
     axes = list(range(2, node.rank()))
@@ -626,7 +626,7 @@ def _(node: Node) -> Slots:
     return op.Conv(spread, w, **same), dw, op.ReduceSum(dy, [0, *axes], keepdims=0)
 
 
-def _transposed_pads(node: Node) -> list[int] | ir.Value:
+def _transposed_pads(node: ForwardNode) -> list[int] | ir.Value:
     """The pads of ConvTranspose, computed at run time where they depend on a size that is not known."""
     op, x, auto_pad = node.op, node.input(0), node.attribute("auto_pad")
     rank = node.rank() - 2

@@ -13,7 +13,7 @@ from ortgrad.errors import NodeError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Function:
 
     apply: Callable[[np.ndarray, float, float], Any]
     slope: Callable[[np.ndarray, np.ndarray, float, float], Any]
-    onnx: Callable[[Ops, ir.Value, float, float], ir.Value]
-    onnx_slope: Callable[[Ops, ir.Value, float, float], ir.Value]
+    onnx: Callable[[Recorder, ir.Value, float, float], ir.Value]
+    onnx_slope: Callable[[Recorder, ir.Value, float, float], ir.Value]
     alpha: float | None = None
     beta: float | None = None
     # Whether y tells dy/dx for this alpha.
@@ -70,17 +70,17 @@ def _softplus_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -
     np.negative(out, out=out)
 
 
-def _onnx_step(op: Ops, condition: ir.Value, like: ir.Value, scale: float = 1.0) -> ir.Value:
+def _onnx_step(op: Recorder, condition: ir.Value, like: ir.Value, scale: float = 1.0) -> ir.Value:
     step = op.CastLike(condition, like)
     return step if scale == 1.0 else op.Mul(step, scale)
 
 
-def _onnx_softplus(op: Ops, x: ir.Value) -> ir.Value:
+def _onnx_softplus(op: Recorder, x: ir.Value) -> ir.Value:
     # max(x, 0) + log(1 + exp(-|x|)); no exponential overflows.
     return op.Add(op.Relu(x), op.Log(op.Add(op.Exp(op.Neg(op.Abs(x))), 1.0)))
 
 
-def _onnx_clip(op: Ops, value: ir.Value, low: float, high: float) -> ir.Value:
+def _onnx_clip(op: Recorder, value: ir.Value, low: float, high: float) -> ir.Value:
     return op.Clip(value, op.number(low, value), op.number(high, value))
 
 
@@ -188,10 +188,10 @@ class Activation:
         FUNCTIONS[self.name].slope(y, out, self.alpha, self.beta)
         return out
 
-    def onnx(self, op: Ops, x: ir.Value) -> ir.Value:
+    def onnx(self, op: Recorder, x: ir.Value) -> ir.Value:
         return FUNCTIONS[self.name].onnx(op, x, self.alpha, self.beta)
 
-    def onnx_slope(self, op: Ops, y: ir.Value) -> ir.Value:
+    def onnx_slope(self, op: Recorder, y: ir.Value) -> ir.Value:
         return FUNCTIONS[self.name].onnx_slope(op, y, self.alpha, self.beta)
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ortgrad.errors import NodeError
-from ortgrad.operators.declaration import DOMAIN, Choice, Operand, Shape
+from ortgrad.operators.declaration import Choice, Operand, Shape
 from ortgrad.ops.recurrent._activations import Activation, parse_activations
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.autodiff.rules import Node
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.autodiff.rules import ForwardNode
+    from ortgrad.graph.recorder import Recorder
 
 C = TypeVar("C", bound="Cell")
 V = TypeVar("V", "ir.Value", "ir.Value | None")
@@ -87,13 +87,13 @@ class Cell:
         else:
             time_first[...] = product
 
-    def onnx_time_first(self, op: Ops, value: V, batch: int) -> V:
+    def onnx_time_first(self, op: Recorder, value: V, batch: int) -> V:
         """A tensor, if there is one, in the order of layout 0; it has one axis after the batch there."""
         if value is None or not self.batch_first:
             return value
         return op.Transpose(value, perm=[*range(1, batch + 1), 0, batch + 1])
 
-    def onnx_as_asked(self, op: Ops, value: ir.Value, batch: int) -> ir.Value:
+    def onnx_as_asked(self, op: Recorder, value: ir.Value, batch: int) -> ir.Value:
         """The way back."""
         order = [batch, *range(batch), batch + 1]
         return op.Transpose(value, perm=order) if self.batch_first else value
@@ -110,21 +110,13 @@ ATTRIBUTES = {
 }
 
 
-def attributes_of(node: Node, *own: str) -> dict[str, Any]:
+def attributes_of(node: ForwardNode, *own: str) -> dict[str, Any]:
     """The attributes of a forward node, those of its own kind named."""
     found = {name: node.attribute(name) for name in (*ATTRIBUTES, *own)}
-    if "activations" not in node.node.attributes:
+    if "activations" not in node.forward.attributes:
         # RNN's schema has a default that is too long for one direction.
         found["activations"] = None
     return found
-
-
-def become(node: Node, op_type: str) -> None:
-    """Put the operator that saves what the gradient needs in the place of the forward node.
-
-    It begins with the same outputs, so who reads them does not notice.
-    """
-    node.node.domain, node.node.op_type, node.node.version = DOMAIN, op_type, None
 
 
 def input_dims(
@@ -321,7 +313,7 @@ class Values:
     @classmethod
     def read(
         cls,
-        op: Ops,
+        op: Recorder,
         cell: Cell,
         gates: int,
         x: ir.Value,
@@ -336,7 +328,7 @@ class Values:
 
         x = cell.onnx_time_first(op, x, 1)
         count = len(cell.reverse)
-        steps, batch = (op.Slice(op.shape(x), [i], [i + 1]) for i in (0, 1))
+        steps, batch = (op.Slice(op.shape_of(x), [i], [i + 1]) for i in (0, 1))
         hidden = cell.hidden_size
         if hidden is None and r.shape is not None and isinstance(r.shape[2], int):
             hidden = r.shape[2]
@@ -373,30 +365,30 @@ class Values:
             )
         return result
 
-    def weighted(self, op: Ops, bias: ir.Value | None) -> ir.Value:
+    def weighted(self, op: Recorder, bias: ir.Value | None) -> ir.Value:
         """X W^T and a bias, for all steps: [steps, batch, gates * hidden]."""
         result = op.MatMul(self.x, op.Transpose(self.w, perm=[1, 0]))
         return result if bias is None else op.Add(result, bias)
 
-    def bias(self, op: Ops) -> ir.Value | None:
+    def bias(self, op: Recorder) -> ir.Value | None:
         """The sum of both biases."""
         return None if self.biases is None else op.Add(*self.biases)
 
-    def split(self, op: Ops, value: ir.Value, parts: Sequence[int], axis: int) -> Sequence[ir.Value]:
+    def split(self, op: Recorder, value: ir.Value, parts: Sequence[int], axis: int) -> Sequence[ir.Value]:
         """Pieces of so many gates along an axis."""
         return _split(op, value, self.hidden, parts, axis)
 
-    def keep_valid(self, op: Ops, value: ir.Value) -> ir.Value:
+    def keep_valid(self, op: Recorder, value: ir.Value) -> ir.Value:
         """Zero where a row is over."""
         return value if self.valid is None else op.Where(self.valid, value, 0.0)
 
-    def keep_begun(self, op: Ops, value: ir.Value) -> ir.Value:
+    def keep_begun(self, op: Recorder, value: ir.Value) -> ir.Value:
         """Zero [batch, hidden] where a row is empty; onnxruntime's final state is so."""
         if self.lengths is None:
             return value
         return op.Where(op.Unsqueeze(op.Greater(self.lengths, 0), [1]), value, 0.0)
 
-    def previous(self, op: Ops, states: ir.Value, initial: ir.Value) -> ir.Value:
+    def previous(self, op: Recorder, states: ir.Value, initial: ir.Value) -> ir.Value:
         """The state that each step starts from, zero where a row is over: [steps, batch, hidden]."""
         first = op.Unsqueeze(initial, [0])
         if not self.reverse:
@@ -408,14 +400,14 @@ class Values:
         begins = op.Equal(op.Unsqueeze(steps, [1, 2]), op.Unsqueeze(self.lengths, [1]))
         return self.keep_valid(op, op.Where(begins, first, previous))
 
-    def sequence(self, op: Ops, cell: Cell, value: V, d: int, gates: int = 1) -> V:
+    def sequence(self, op: Recorder, cell: Cell, value: V, d: int, gates: int = 1) -> V:
         """One direction of a tensor [steps, directions, batch, gates * hidden], if there is one."""
         if value is None:
             return value
         shape = op.Concat(self.steps, op.Mul(self.state, [1, gates]), axis=0)
         return op.Reshape(pick(op, cell.onnx_time_first(op, value, 2), d, len(cell.reverse), 1), shape)
 
-    def initial_gradient(self, op: Ops, cell: Cell, given: ir.Value | None, d: int) -> ir.Value:
+    def initial_gradient(self, op: Recorder, cell: Cell, given: ir.Value | None, d: int) -> ir.Value:
         """The gradient of a final state, to go back from."""
         if given is None:
             return op.full_like(self.h0, 0.0)
@@ -423,7 +415,7 @@ class Values:
         return self.keep_begun(op, op.Reshape(picked, self.state))
 
 
-def _split(op: Ops, value: ir.Value, hidden: ir.Value | int, parts: Sequence[int], axis: int) -> Any:
+def _split(op: Recorder, value: ir.Value, hidden: ir.Value | int, parts: Sequence[int], axis: int) -> Any:
     if isinstance(hidden, int):
         # Shape inference understands constants only.
         return op.Split(value, [count * hidden for count in parts], axis=axis, _outputs=len(parts))
@@ -432,7 +424,7 @@ def _split(op: Ops, value: ir.Value, hidden: ir.Value | int, parts: Sequence[int
 
 
 def initial_states(
-    op: Ops, cell: Cell, given: ir.Value | None, x: ir.Value, state: ir.Value
+    op: Recorder, cell: Cell, given: ir.Value | None, x: ir.Value, state: ir.Value
 ) -> list[ir.Value]:
     """The initial state [batch, hidden] of each direction, whose shape is `state`."""
     count = len(cell.reverse)
@@ -442,21 +434,21 @@ def initial_states(
     return [op.Reshape(pick(op, given, d, count), state) for d in range(count)]
 
 
-def pick(op: Ops, value: ir.Value, index: int, count: int, axis: int = 0) -> ir.Value:
+def pick(op: Recorder, value: ir.Value, index: int, count: int, axis: int = 0) -> ir.Value:
     """One direction of a tensor that has the directions along an axis."""
     if count == 1:
         return op.Squeeze(value, [axis])
     return op.Squeeze(op.Split(value, axis=axis, num_outputs=count, _outputs=count)[index], [axis])
 
 
-def join(op: Ops, values: Sequence[ir.Value], axis: int = 0) -> ir.Value:
+def join(op: Recorder, values: Sequence[ir.Value], axis: int = 0) -> ir.Value:
     """Put the directions together along a new axis."""
     parts = [op.Unsqueeze(value, [axis]) for value in values]
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
 
 
 def scan(
-    op: Ops,
+    op: Recorder,
     reverse: bool,
     states: Sequence[ir.Value],
     sequences: Sequence[ir.Value],
@@ -486,7 +478,7 @@ def scan(
     )
 
 
-def clipper(op: Ops, cell: Cell, like: ir.Value) -> Callable[[Ops, ir.Value], ir.Value]:
+def clipper(op: Recorder, cell: Cell, like: ir.Value) -> Callable[[Recorder, ir.Value], ir.Value]:
     """A function that limits what goes into an activation."""
     if cell.clip is None:
         return lambda op, value: value
@@ -494,11 +486,11 @@ def clipper(op: Ops, cell: Cell, like: ir.Value) -> Callable[[Ops, ir.Value], ir
     return lambda op, value: op.Clip(value, low, high)
 
 
-def within_clip(op: Ops, cell: Cell, a: ir.Value, slope: ir.Value) -> ir.Value:
+def within_clip(op: Recorder, cell: Cell, a: ir.Value, slope: ir.Value) -> ir.Value:
     """The slope, zero where `a` is cut off on the way into the activation."""
     return op.Where(op.LessOrEqual(op.Abs(a), float(cell.clip or 0)), slope, 0.0)
 
 
-def outer(op: Ops, left: ir.Value, right: ir.Value) -> ir.Value:
+def outer(op: Recorder, left: ir.Value, right: ir.Value) -> ir.Value:
     """left^T right, summed over steps and batch."""
     return op.Gemm(op.Flatten(left, axis=2), op.Flatten(right, axis=2), transA=1)

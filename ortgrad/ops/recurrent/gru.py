@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
-from ortgrad.operators.declaration import Empty, Operand, Shape, operator
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.operators.declaration import DOMAIN, Empty, Operand, Shape, operator
 from ortgrad.ops.recurrent._cells import (
     ATTRIBUTES,
     Cell,
     Inputs,
     Values,
     attributes_of,
-    become,
     blocks,
     clipper,
     input_dims,
@@ -33,7 +32,7 @@ from ortgrad.ops.recurrent._cells import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,8 @@ def _forward(cell: _Cell, inputs: Inputs, direction: int) -> tuple[np.ndarray, n
 
 
 @gru_training.onnx
-def _(
-    op: Ops,
+def gru_training_body(
+    op: Recorder,
     x: ir.Value,
     w: ir.Value,
     r: ir.Value,
@@ -181,7 +180,7 @@ def _(
     )
 
 
-def _biases(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value | None, ir.Value | None]:
+def _biases(op: Recorder, cell: _Cell, v: Values) -> tuple[ir.Value | None, ir.Value | None]:
     """What is added to X W^T, and Rbh if that is not in it."""
     if v.biases is None or not cell.linear_before_reset:
         return v.bias(op), None
@@ -189,7 +188,7 @@ def _biases(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value | None, ir.Value 
     return op.Add(v.biases[0], op.Concat(gates, op.full_like(rbh, 0.0), axis=0)), rbh
 
 
-def _scan_forward(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _scan_forward(op: Recorder, cell: _Cell, v: Values) -> tuple[ir.Value, ir.Value, ir.Value]:
     gate_function, state_function = v.activations
     bias, recurrent_bias = _biases(op, cell, v)
     x_zr, x_h = v.split(op, v.weighted(op, bias), _ZR_H, 2)
@@ -197,7 +196,7 @@ def _scan_forward(op: Ops, cell: _Cell, v: Values) -> tuple[ir.Value, ir.Value, 
     clip = clipper(op, cell, v.x)
 
     def step(
-        op: Ops, state: ir.Value, x_zr: ir.Value, x_h: ir.Value, valid: ir.Value | None = None
+        op: Recorder, state: ir.Value, x_zr: ir.Value, x_h: ir.Value, valid: ir.Value | None = None
     ) -> Sequence[ir.Value]:
         zr = gate_function.onnx(op, clip(op, op.Gemm(state, r_zr, x_zr)))
         z, r = op.Split(zr, axis=1, num_outputs=2, _outputs=2)
@@ -419,8 +418,8 @@ def _factors(
 
 
 @gru_grad.onnx
-def _(
-    op: Ops,
+def gru_grad_body(
+    op: Recorder,
     x: ir.Value,
     w: ir.Value,
     r: ir.Value,
@@ -457,7 +456,7 @@ def _(
 
 
 def _scan_backward(
-    op: Ops,
+    op: Recorder,
     cell: _Cell,
     v: Values,
     states: ir.Value,
@@ -502,7 +501,7 @@ def _scan_backward(
         factors = op.Concat(factor_z, factor_r, op.Mul(factor_h, r), axis=2)
 
         def linear_step(
-            op: Ops, dh: ir.Value, factors: ir.Value, z: ir.Value, up: ir.Value | None = None
+            op: Recorder, dh: ir.Value, factors: ir.Value, z: ir.Value, up: ir.Value | None = None
         ) -> Sequence[ir.Value]:
             dh = dh if up is None else op.Add(dh, up)
             da = op.Mul(op.Concat(dh, dh, dh, axis=1), factors)
@@ -515,7 +514,7 @@ def _scan_backward(
         factor_r = op.Mul(slope_r, previous)
 
         def reset_step(
-            op: Ops,
+            op: Recorder,
             dh: ir.Value,
             factor_z: ir.Value,
             factor_r: ir.Value,
@@ -550,13 +549,13 @@ def _scan_backward(
 
 
 @gradient("GRU")
-def _(node: Node) -> Slots:
+def gru_gradient(node: ForwardNode) -> Gradients:
     attributes = attributes_of(node, "linear_before_reset")
     _Cell.read(**attributes, gradient=True)
     x, w, r = (node.input(i) for i in range(3))
     b, sl, h0 = (node.optional(i) for i in (3, 4, 5))
-    saved = node.output(0), node.output(2)
-    become(node, "GRUTraining")
+    saved = node.add_output(0), node.add_output(2)
+    node.become("GRUTraining", DOMAIN)
     upstream = node.optional_grad(0), node.optional_grad(1)
     dx, dw, dr, db, dh0 = node.op.GRUGrad(x, w, r, b, sl, h0, *saved, *upstream, **attributes, _outputs=5)
     return dx, dw, dr, db, None, dh0

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
-from ortgrad.operators.declaration import Empty, Operand, Shape, operator
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.operators.declaration import DOMAIN, Empty, Operand, Shape, operator
 from ortgrad.ops.recurrent._cells import (
     ATTRIBUTES,
     Cell,
     Inputs,
     Values,
     attributes_of,
-    become,
     blocks,
     clipper,
     initial_states,
@@ -40,7 +39,7 @@ from ortgrad.ops.recurrent._cells import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -217,8 +216,8 @@ def _forward(
 
 
 @lstm_training.onnx
-def _(
-    op: Ops,
+def lstm_training_body(
+    op: Recorder,
     x: ir.Value,
     w: ir.Value,
     r: ir.Value,
@@ -246,7 +245,7 @@ def _(
 
 
 def _read(
-    op: Ops,
+    op: Recorder,
     cell: _Cell,
     x: ir.Value,
     w: ir.Value,
@@ -268,14 +267,14 @@ def _read(
 
 
 def _scan_forward(
-    op: Ops, cell: _Cell, v: Values, memory: ir.Value, p: Sequence[ir.Value] | None
+    op: Recorder, cell: _Cell, v: Values, memory: ir.Value, p: Sequence[ir.Value] | None
 ) -> Sequence[ir.Value]:
     gate_function, cell_function, state_function = v.activations
     r = op.Transpose(v.r, perm=[1, 0])
     clip = clipper(op, cell, v.x)
 
     def step(
-        op: Ops, state: ir.Value, memory: ir.Value, x: ir.Value, valid: ir.Value | None = None
+        op: Recorder, state: ir.Value, memory: ir.Value, x: ir.Value, valid: ir.Value | None = None
     ) -> Sequence[ir.Value]:
         a = op.Gemm(state, r, x)
         if p is None:
@@ -514,8 +513,8 @@ def _factors(
 
 
 @lstm_grad.onnx
-def _(
-    op: Ops,
+def lstm_grad_body(
+    op: Recorder,
     x: ir.Value,
     w: ir.Value,
     r: ir.Value,
@@ -563,7 +562,7 @@ def _(
 
 
 def _scan_backward(
-    op: Ops,
+    op: Recorder,
     cell: _Cell,
     v: Values,
     memory: ir.Value,
@@ -606,7 +605,7 @@ def _scan_backward(
     optional = [value for value in (dh_all, v.valid) if value is not None]
 
     def step(
-        op: Ops,
+        op: Recorder,
         dh: ir.Value,
         dc: ir.Value,
         factors: ir.Value,
@@ -643,13 +642,13 @@ def _scan_backward(
 
 
 @gradient("LSTM")
-def _(node: Node) -> Slots:
+def lstm_gradient(node: ForwardNode) -> Gradients:
     attributes = attributes_of(node, "input_forget")
     _Cell.read(**attributes, gradient=True)
     x, w, r = (node.input(i) for i in range(3))
     b, sl, h0, c0, p = (node.optional(i) for i in range(3, 8))
-    saved = node.output(0), node.output(3), node.output(4)
-    become(node, "LSTMTraining")
+    saved = node.add_output(0), node.add_output(3), node.add_output(4)
+    node.become("LSTMTraining", DOMAIN)
     upstream = (node.optional_grad(i) for i in range(3))
     dx, dw, dr, db, dh0, dc0, dp = node.op.LSTMGrad(
         *(x, w, r, sl, h0, c0, *saved, *upstream),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ortgrad.autodiff.rules import Node, Slots, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.ops.recurrent._cells import Cell, Values, attributes_of, join, outer, scan, within_clip
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     import onnx_ir as ir
 
-    from ortgrad.graph.recorder import Ops
+    from ortgrad.graph.recorder import Recorder
 
 
 @gradient("RNN")
-def _(node: Node) -> Slots:
+def rnn_gradient(node: ForwardNode) -> Gradients:
     op = node.op
     attributes = attributes_of(node)
     cell = Cell.parse(["Tanh"], **attributes, gradient=True)
@@ -47,7 +47,7 @@ def _(node: Node) -> Slots:
 
 
 def _backward(
-    op: Ops, cell: Cell, v: Values, states: ir.Value, dh_all: ir.Value | None, dh: ir.Value
+    op: Recorder, cell: Cell, v: Values, states: ir.Value, dh_all: ir.Value | None, dh: ir.Value
 ) -> Sequence[ir.Value]:
     (function,) = v.activations
     previous = v.previous(op, states, v.h0)
@@ -57,7 +57,7 @@ def _backward(
         slope = within_clip(op, cell, a, slope)
     optional = [value for value in (dh_all, v.valid) if value is not None]
 
-    def step(op: Ops, dh: ir.Value, slope: ir.Value, *optional: ir.Value) -> Sequence[ir.Value]:
+    def step(op: Recorder, dh: ir.Value, slope: ir.Value, *optional: ir.Value) -> Sequence[ir.Value]:
         dh = dh if dh_all is None else op.Add(dh, optional[0])
         da = op.Mul(dh, slope)
         before = op.MatMul(da, v.r)
