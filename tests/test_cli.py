@@ -17,7 +17,7 @@ from onnx import numpy_helper
 import ortgrad
 from ortgrad.check import gradients as check
 from ortgrad.cli import demo, main
-from ortgrad.cli import main as cli
+from ortgrad.cli import commands as cli
 from ortgrad.cli.progress import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -461,7 +461,7 @@ def test_what_is_installed_has_the_model_and_a_light_start(tmp_path: Path) -> No
         "import sys; from ortgrad.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "print([m for m in ('onnx_ir', 'sympy', 'sklearn', 'ortgrad.demo') if m in sys.modules])\n"
+        "print([m for m in ('onnx_ir', 'sympy', 'sklearn', 'ortgrad.cli.demo') if m in sys.modules])\n"
         "from ortgrad.cli.demo import classifier; print(classifier().graph.name)\n"
     )
     result = subprocess.run(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import KERNELS, assert_close, directional_derivative, run_node
 
 import ortgrad
-from ortgrad.ops import conv
+from ortgrad.ops.conv import conv
 from ortgrad.ops._windows import windows
 
 CONVOLUTIONS = {

@@ -59,7 +59,7 @@ def digits() -> tuple[Digits, Digits]:
 
 def classifier() -> onnx.ModelProto:
     """The forward model cnn.onnx: image to logits, with untrained weights."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "data" / "cnn.onnx"
     # In a checkout the model is where the other models are.
     return load_model(installed if installed.exists() else package.parent / "models" / "cnn.onnx")
