@@ -214,7 +214,7 @@ def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[s
     known.update(name for node in graph.node if node.op_type != "Constant" for name in node.output)
     if known.issuperset(targets) and {value.name for value in graph.output}.issuperset(outputs):
         return proto
-    from ortgrad.pipelines.built import exposed  # onnx-ir takes a while to import
+    from ortgrad.pipelines.gradients import exposed  # onnx-ir takes a while to import
 
     return exposed(proto, targets, outputs)
 

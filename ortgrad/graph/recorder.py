@@ -261,6 +261,15 @@ class Recorder(ir.tape.Tape):
         finally:
             self.scope = outer
 
+    @contextmanager
+    def checking(self, label: str) -> Iterator[None]:
+        """Have `require` compare what it is given; the label is what a failure is about."""
+        self.checked, self.label = True, label
+        try:
+            yield
+        finally:
+            self.checked, self.label = False, ""
+
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:

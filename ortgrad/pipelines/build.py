@@ -28,7 +28,7 @@ def build_gradient_model(
     The model's metadata_props say what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as
     JSON lists of names. Raises UnsupportedGradientError with all nodes that cannot be differentiated.
     """
-    from ortgrad.pipelines.built import build  # onnx-ir takes a while to import
+    from ortgrad.pipelines.gradients import build  # onnx-ir takes a while to import
 
     proto = load_model(model)
     with judging(proto):

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.pipelines.build import names_of
-from ortgrad.pipelines.built import plan
+from ortgrad.pipelines.gradients import plan
 
 
 @dataclass(frozen=True)
