@@ -51,7 +51,5 @@ def test_imports_go_down(path: Path) -> None:
 
 
 def test_every_part_has_its_place() -> None:
-    parts = {path.stem for path in PACKAGE.glob("*.py")} | {
-        path.parent.name for path in PACKAGE.glob("*/*.py")
-    }
+    folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
     assert folders | {path.stem for path in PACKAGE.glob("*.py")} == {*LAYERS, "__init__"}

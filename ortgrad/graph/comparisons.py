@@ -1,4 +1,4 @@
-"""An operator's contract, as far as it is about values of a graph: what is known is checked, the rest compared.
+"""An operator's contract for values of a graph: what is known is checked, the rest compared at run time.
 
 See ortgrad.operators.contract for the patterns.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.errors import NodeError
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.contract import Contract, Row, Token
 
