@@ -3,7 +3,11 @@
 The backward node runs the subgraph's forward nodes again, and then their backward nodes. A loop
 is walked from its last iteration to its first: the forward node is made to save the state with
 which every iteration starts, and the backward node carries the gradient of the state, and a sum
-for every value that the body reads from outside.
+for every value that the body reads from outside. A state that the body passes on unchanged is read
+from outside as well, so neither it nor its gradient is stacked.
+
+The states of a Loop may have other shapes in every iteration, and what is stacked may not. States that
+are not known to keep theirs are kept in sequences, by a loop that runs the forward body once more.
 """
 
 from __future__ import annotations
@@ -40,30 +44,51 @@ def _(node: Node) -> Slots:
 
 @gradient("Loop")
 def _(node: Node) -> Slots:
+    import onnx_ir as ir
+
     op, graph = node.op, node.attribute("body")
     count = len(graph.inputs) - 2
     before, after = slice(2, 2 + count), slice(1, 1 + count)
     step = _Step(node, graph, node.inputs[2:], before, after)
     body, states = step.body, step.states
-    saved = {i: _save(node, graph, 2 + i, after) for i, v in enumerate(states) if v.uses()}
+    needed = [i for i, value in enumerate(states) if value.uses()]
+    same = [i for i in needed if _keeps_shape(node.input(2 + i), states[i])]
+    saved = {i: _save(node, graph, 2 + i, after) for i in same}
     counted = next(iter(saved.values())) if saved else _save(node, graph, 0, after)
     trips = op.Squeeze(op.Shape(counted, start=0, end=1))
     last = op.Sub(trips, 1)
 
     # Iteration k of the backward loop undoes iteration last - k.
     number, condition = (body.value_like(value, f"{value.name}") for value in body.inputs[:2])
+    number.shape = condition.shape = ir.Shape([])
     front = body.new_ops()
     current = front.Sub(last, number)
     provided = {states[i]: front.Gather(tensor, current, axis=0) for i, tensor in saved.items()}
+    for i, sequence in _replay(node, graph, [i for i in needed if i not in saved]).items():
+        provided[states[i]] = front.SequenceAt(sequence, current)
     for i, piece in step.pieces.items():
         provided[piece] = front.Gather(node.grad(count + i), current, axis=0)
+    for i, seed in step.ends.items():
+        # Only what the last iteration wrote is a result of the loop.
+        if seed.uses():
+            provided[seed] = _if(front, front.Equal(number, 0), node.optional_grad(i), body.outputs[1 + i])
     # An iteration that ran began with a condition that was true, and so does every one here.
     true = front.constant(np.array(True))
     body.graph.outputs.insert(0, true)
     body.graph.inputs.extend([number, condition, *step.before])
-    body.provide(front, {**provided, body.inputs[0]: current, body.inputs[1]: true})
+    for value, scalar in zip(body.inputs[:2], (current, true), strict=True):
+        # Some files declare these as vectors of one element, and onnxruntime obliges.
+        vector = value.shape is not None and len(value.shape) == 1
+        if value.uses():
+            provided[value] = front.Reshape(scalar, [1]) if vector else scalar
+    body.provide(front, provided)
     results = _emit(op, "Loop", [trips, None, *step.initial], {"body": body.graph}, step.like)
-    return None, None, *step.finish(results)
+    grads = step.finish(results)
+    for i in step.ends:
+        # Without any iteration, the initial state is the result.
+        if node.wants(2 + i):
+            grads[i] = _if(op, op.Equal(trips, 0), node.optional_grad(i), node.input(2 + i))
+    return None, None, *grads
 
 
 @gradient("Scan")
@@ -164,8 +189,11 @@ class _Body:
             raise self._node.unsupported(f"in {self.graph.name!r}, {'; '.join(reasons)}")
         return [backward.total(value) for value in targets]
 
-    def close(self, outputs: Iterable[ir.Value]) -> None:
-        """Take in what is recorded, for these outputs, and drop the nodes that nobody needs."""
+    def close(self, outputs: Iterable[ir.Value], keep: Iterable[ir.Value] = ()) -> None:
+        """Take in what is recorded, for these outputs, and drop the nodes that nobody needs.
+
+        `keep` are values that will be read later.
+        """
         own: set[ir.Value] = {value for made in self.op.nodes for value in made.outputs}
         for value in outputs:
             # An output of a graph must come from a node of it, and from one place only.
@@ -173,7 +201,7 @@ class _Body:
             own.discard(output)
             self.graph.outputs.append(output)
         self.graph.extend(self.op.nodes)
-        kept = set(self.graph.outputs)
+        kept = {*self.graph.outputs, *keep}
         for made in reversed(self.graph):
             if not any(value in kept or value.uses() for value in made.outputs):
                 self.graph.remove(made, safe=True)
@@ -192,6 +220,8 @@ class _Body:
 class _Step:
     """One iteration backwards: which gradients go through it, and the body that computes them.
 
+    `carried` are the gradients of states that go on from iteration to iteration, and `ends` those of states
+    from which nothing goes on to the iteration before, so they begin anew in each one.
     States and scan outputs are known by their number, scan inputs by their place among the inputs.
     `inputs` and `outputs` say where the states are among those of the body. With `ranked`, all outputs of the
     body must have a known rank, which onnxruntime wants of Scan: gradients of values without one are flat.
@@ -220,14 +250,22 @@ class _Step:
         for value, operand in fed:
             if value.type is None and operand is not None:
                 value.type = operand.type
+        self._operands = [operand for _, operand in fed[: len(self.states)]]
+        self._unchanged = _capture_unchanged(self.states, body.outputs[outputs], self._operands)
         captured = _active_captures(node, [graph])
+        captured += [value for value in self._unchanged.values() if value in node.active]
+        captured = list(dict.fromkeys(captured))
         targets = [value for value, operand in fed if operand in node.active]
         targets += _activated(list(body.graph), [*targets, *captured], self.states, body.outputs[outputs])
-        self.carried = {
-            i: body.value_like(value, f"{value.name}_grad")
-            for i, value in enumerate(self.states)
-            if value in targets
-        }
+        self.carried = {}
+        for i, (value, result) in enumerate(zip(self.states, body.outputs[outputs], strict=True)):
+            if value not in targets or i in self._unchanged or not isinstance(value.type, ir.TensorType):
+                # No operator passes on a gradient of a sequence.
+                continue
+            if node.optional_grad(i) is not None or value.uses() or value in body.outputs:
+                # It comes in as the gradient of what the iteration wrote.
+                seed = self.carried[i] = body.value_like(value, f"{value.name}_grad")
+                seed.shape = result.shape or value.shape
         self.pieces = {
             i: body.value_like(value, f"{value.name}_grad")
             for i, value in enumerate(body.outputs[outputs.stop :])
@@ -240,6 +278,10 @@ class _Step:
         self.sums = {
             value: body.value_like(value, f"{value.name}_grad_sum") for value in captured if value in totals
         }
+        self.ends: dict[int, ir.Value] = {}
+        if not ranked:
+            self.ends = {i: seed for i, seed in self.carried.items() if self.states[i] not in totals}
+            self.carried = {i: seed for i, seed in self.carried.items() if i not in self.ends}
         self.scanned = [i for i, v in enumerate(body.inputs) if i >= inputs.stop and v in totals]
         op = body.op
         self._flat = {value for value in self.sums if ranked and value.shape is None}
@@ -248,10 +290,12 @@ class _Step:
             totals[value] = op.Reshape(totals[value], [-1])
         for value in self._flat:
             self.sums[value].shape = ir.Shape([None])
-        after = [totals.get(v) or op.full_like(v, 0.0) for v in (self.states[i] for i in self.carried)]
+        # In a Scan, a state and its gradients have one shape.
+        after = [totals.get(self.states[i]) or op.full_like(seed, 0.0) for i, seed in self.carried.items()]
         after += [op.Add(total, totals[value]) for value, total in self.sums.items()]
         after += [totals[body.inputs[i]] for i in self.scanned]
-        body.close(after)
+        results = body.outputs[outputs]
+        body.close(after, keep=[results[i] for i in self.ends])
         if ranked:
             ranks = [*(self.states[i] for i in self.carried), *self.sums.values()]
             ranks += [body.inputs[i] for i in self.scanned]
@@ -276,7 +320,8 @@ class _Step:
     @property
     def like(self) -> list[ir.Value]:
         """Values of the type and shape of what the backward node ends with."""
-        return [*(self.states[i] for i in self.carried), *self.sums.values()]
+        starts = (self._operands[i] or self.states[i] for i in self.carried)
+        return [*starts, *self.sums.values()]
 
     def finish(self, results: Sequence[ir.Value]) -> list[ir.Value | None]:
         """Hand over the sums; returns the gradients of the initial states."""
@@ -284,7 +329,8 @@ class _Step:
         for value, total in zip(self.sums, results[len(self.carried) :], strict=False):
             flat = value in self._flat
             self._node.captured[value] = op.Reshape(total, op.Shape(value), allowzero=1) if flat else total
-        grads = dict(zip(self.carried, results, strict=False))
+        grads: dict[int, ir.Value | None] = dict(zip(self.carried, results, strict=False))
+        grads |= {i: self._node.optional_grad(i) for i in self._unchanged}
         return [grads.get(i) for i in range(len(self.states))]
 
 
@@ -308,6 +354,119 @@ def _activated(
         if not more:
             return found
         found += more
+
+
+def _source(value: ir.Value) -> ir.Value:
+    """The value of which another one is a copy."""
+    while (node := value.producer()) is not None:
+        place, source = value.index() or 0, None
+        if node.op_type == "Identity":
+            source = node.inputs[0]
+        elif node.op_type in ("Loop", "Scan"):
+            body = node.attributes["body"].as_graph()
+            first, results = (2, body.outputs[1:]) if node.op_type == "Loop" else (0, body.outputs)
+            scanned = 0 if node.op_type == "Loop" else node.attributes["num_scan_inputs"].as_int()
+            states = body.inputs[first : len(body.inputs) - scanned]
+            if place < len(states) and _source(results[place]) is states[place]:
+                source = node.inputs[first + place]
+        elif node.op_type == "If":
+            branches = [attribute.as_graph() for attribute in node.attributes.values()]
+            sources = {_source(branch.outputs[place]) for branch in branches}
+            source = sources.pop() if len(sources) == 1 else None
+        if source is None:
+            break
+        value = source
+    return value
+
+
+def _keeps_shape(start: ir.Value, state: ir.Value) -> bool:
+    """Whether a state of a Loop is known to have its initial shape in all iterations."""
+    if start.shape is None or state.shape is None or len(start.shape) != len(state.shape):
+        return False
+    # Inference gives a name of its own to a size of which it knows nothing.
+    pairs = zip(start.shape, state.shape, strict=True)
+    return all(a == b and (isinstance(a, int) or a.value is not None) for a, b in pairs)
+
+
+def _capture_unchanged(
+    states: Sequence[ir.Value], results: Sequence[ir.Value], operands: Slots
+) -> dict[int, ir.Value]:
+    """Have a body read the states that it passes on unchanged from outside; what it reads then, by state."""
+    import onnx_ir as ir
+
+    found: dict[int, ir.Value] = {}
+    for i, (value, result, operand) in enumerate(zip(states, results, operands, strict=True)):
+        known = operand is not None and (operand.shape is not None or value.shape is None)
+        if operand is not None and known and _source(result) is value:
+            found[i] = operand
+    for i, operand in found.items():
+        ir.convenience.replace_all_uses_with(states[i], operand)
+    return found
+
+
+def _replay(node: Node, graph: ir.Graph, places: Sequence[int]) -> dict[int, ir.Value]:
+    """Run a Loop again that keeps, in sequences, some of the states with which its iterations start."""
+    import onnx_ir as ir
+
+    if not places:
+        return {}
+    op, body = node.op, _Body(node, graph)
+    states, results = body.inputs[2:], body.outputs[1 : len(body.inputs) - 1]
+    _capture_unchanged(states, results, node.inputs[2:])
+    needed = _needed_states(body, states, results, places)
+    body.graph.inputs.extend([*body.inputs[:2], *(states[i] for i in needed)])
+    body.close([body.outputs[0], *(results[i] for i in needed)])
+    starts: list[ir.Value] = []
+    keeping = body.new_ops()
+    for i in places:
+        type_ = states[i].type
+        if not isinstance(type_, ir.TensorType):
+            raise node.unsupported(f"the state {states[i].name!r} of its body is not known to be a tensor")
+        (start,) = op.add("SequenceEmpty", [], {"dtype": int(type_.dtype)})
+        start.type = ir.SequenceType(type_)
+        before = body.value_like(start, f"{states[i].name}/kept")
+        (after,) = keeping.add("SequenceInsert", [before, states[i]])
+        after.type = start.type
+        body.graph.inputs.append(before)
+        body.graph.outputs.append(after)
+        starts.append(start)
+    body.graph.extend(keeping.nodes)
+    operands = [*node.inputs[:2], *(node.input(2 + i) for i in needed), *starts]
+    outputs = op.add("Loop", operands, {"body": body.graph}, outputs=len(needed) + len(starts))
+    for output, value in zip(outputs, (*(states[i] for i in needed), *starts), strict=True):
+        output.type = value.type
+    return dict(zip(places, outputs[len(needed) :], strict=True))
+
+
+def _needed_states(
+    body: _Body, states: Sequence[ir.Value], results: Sequence[ir.Value], places: Sequence[int]
+) -> list[int]:
+    """The states on which some of them and the number of iterations depend."""
+    from ortgrad.backward import dependencies
+
+    needed: set[int] = set()
+    more = set(places)
+    while more:
+        needed |= more
+        read = {body.outputs[0], *(results[i] for i in needed)}
+        for made in reversed(body.graph):
+            if any(value in read for value in made.outputs):
+                read.update(dependencies(made))
+        more = {i for i, value in enumerate(states) if value in read} - needed
+    return sorted(needed)
+
+
+def _if(op: Ops, condition: ir.Value, grad: ir.Value | None, like: ir.Value) -> ir.Value:
+    """A gradient if a condition holds, and zeros of the shape of a value if it does not."""
+    if grad is None:
+        return op.full_like(like, 0.0)
+    branches = {
+        "then_branch": op.subgraph("then", [], lambda inner: [inner.copy(grad)]),
+        "else_branch": op.subgraph("else", [], lambda inner: [inner.full_like(like, 0.0)]),
+    }
+    (result,) = op.add("If", [condition], branches)
+    result.type = like.type
+    return result
 
 
 def _active_captures(node: Node, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
