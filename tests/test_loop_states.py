@@ -445,3 +445,134 @@ def test_gradients(name: str, wrt: list[str]) -> None:
             for key, actual, right in zip(wanted, session.run(wanted, feeds), expected, strict=True):
                 assert actual.shape == right.shape, (way, n, key)
                 np.testing.assert_allclose(actual, right, rtol=1e-9, atol=1e-9, err_msg=f"{way} {n} {key}")
+
+
+def elements_of_loops(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> int:
+    """How many numbers all loops of a model put out, which is what stays in memory from one to the next."""
+    names = [name for node in model.graph.node if node.op_type == "Loop" for name in node.output if name]
+    known = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), quiet(), providers=["CPUExecutionProvider"]
+    )
+    found = session.run(names, feeds)
+    return sum(array.size for item in found for array in (item if isinstance(item, list) else [item]))
+
+
+@pytest.mark.parametrize("shapes", [True, False], ids=["proven", "unproven"])
+@pytest.mark.parametrize("name", ["unchanged", "unchanged-inside"])
+def test_memory_does_not_grow_by_the_weights_with_every_iteration(name: str, shapes: bool) -> None:
+    size = 30
+    outputs, nodes, _ = CASES[name]
+    if not shapes:
+        # Inference does not follow a shape through Abs.
+        behind = "l = Shape(r1)  k1 = Abs(l)  s2 = Reshape(r1, k1)"
+        nodes = nodes.replace("s2 = Tanh(a)", f"r1 = Tanh(a)  {behind}")
+        nodes = nodes.replace("s2 = Mul(t, q)", f"r1 = Mul(t, q)  {behind}")
+    model = parse(outputs, nodes.replace("3]", f"{size}]"))
+    for value, shape in zip(model.graph.input[1:3], ([2, size], [size, size]), strict=True):
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, onnx.TensorProto.DOUBLE, shape))
+    built = ortgrad.build_gradient_model(model, wrt=["x", "w"], of="y")
+    feeds = {
+        "x": np.ones((2, size)),
+        "w": np.ones((size, size)),
+        "p": np.ones(1),
+        "y_grad": np.ones((2, size)),
+    }
+    # What is not known to keep its shape takes a loop more.
+    assert [node.op_type for node in built.graph.node].count("Loop") == (2 if shapes else 3)
+    few, many = (elements_of_loops(built, {**feeds, "n": np.array(n)}) for n in (2, 12))
+    # The activations, and the number of the iteration.
+    assert 0 < many - few <= 10 * (2 * size + 1)
+
+
+@pytest.mark.parametrize("name", ["size", "added", "unchanged", "unchanged-inside", "scanned"])
+def test_second_derivatives(name: str) -> None:
+    built = ortgrad.build_gradient_model(model_of(name), wrt=["x"], of="y")
+    given, n = arrays(), 2
+    tensors = {key: torch.tensor(array, requires_grad=True) for key, array in given.items()}
+    y = CASES[name][2](*tensors.values(), n)[0]
+    seed = np.random.default_rng(1).standard_normal(tuple(y.shape))
+    feeds = {**given, "n": np.array(n), "y_grad": seed}
+    (first,) = torch.autograd.grad((y * torch.tensor(seed)).sum(), [tensors["x"]], create_graph=True)
+    outer = np.random.default_rng(2).standard_normal((2, 3))
+    wrt = ["x", "w", "p"]
+    grads = torch.autograd.grad(
+        (first * torch.tensor(outer)).sum(), [tensors[key] for key in wrt], allow_unused=True
+    )
+    twice = ortgrad.build_gradient_model(built, wrt=wrt, of="x_grad")
+    # Of two gradients of x, the second one has a number.
+    (inner,) = [i.name for i in twice.graph.input if i.name.startswith("x_grad")]
+    feeds[inner] = outer
+    feeds = {value.name: feeds[value.name] for value in twice.graph.input if value.name in feeds}
+    found = ortgrad.InferenceSession(twice, quiet()).run(None, feeds)[-len(wrt) :]
+    for key, actual, grad in zip(wrt, found, grads, strict=True):
+        right = np.zeros_like(given[key]) if grad is None else grad.numpy()
+        np.testing.assert_allclose(actual, right, rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["growing", "cached", "chosen", "numbers"])
+def test_second_derivatives_through_kept_states_are_refused(name: str) -> None:
+    built = ortgrad.build_gradient_model(model_of(name), wrt=["w"], of="y")
+    with pytest.raises(ortgrad.UnsupportedGradientError, match=r"SequenceAt node .* no gradient rule"):
+        ortgrad.build_gradient_model(built, wrt=["x"], of="w_grad")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_built_model_is_differentiated_towards_something_else(name: str) -> None:
+    model = model_of(name)
+    given = {**arrays(), "n": np.array(2)}
+    tensors = [torch.tensor(given[key]) for key in ("x", "w", "p")]
+    given["y_grad"] = np.ones(tuple(CASES[name][2](*tensors, 2)[0].shape))
+    once = ortgrad.build_gradient_model(model, wrt=["w"], of="y")
+    results = []
+    for source in (model, once):
+        built = ortgrad.build_gradient_model(source, wrt=["x"], of="y")
+        seeds = [value.name for value in built.graph.input if value.name.startswith("y_grad")]
+        feeds = {**given, **dict.fromkeys(seeds, given["y_grad"])}
+        feeds = {value.name: feeds[value.name] for value in built.graph.input if value.name in feeds}
+        results.append(ortgrad.InferenceSession(built, quiet()).run(["x_grad"], feeds)[0])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-12)
+
+
+LISTS = {
+    "put together": """l, h = Loop (n, yes, none, x) <
+        body = b (int64 i, bool c, seq(double[M, 3]) q, double[M, 3] s)
+            => (bool c2, seq(double[M, 3]) q2, double[M, 3] s2)
+        { c2 = Identity(c)  s2 = MatMul(s, w)  q2 = SequenceInsert(q, s2) }
+    >
+    y = ConcatFromSequence <axis = 0> (l)""",
+    "read": """l, y = Loop (n, yes, some, x) <
+        body = b (int64 i, bool c, seq(double[M, 3]) q, double[M, 3] s)
+            => (bool c2, seq(double[M, 3]) q2, double[M, 3] s2)
+        { c2 = Identity(c)  t = SequenceAt(q, i)  s2 = MatMul(t, w)  q2 = SequenceInsert(q, s2) }
+    >""",
+    "beside": """l, y = Loop (n, yes, none, x) <
+        body = b (int64 i, bool c, seq(double[M, 3]) q, double[M, 3] s)
+            => (bool c2, seq(double[M, 3]) q2, double[M, 3] s2)
+        { c2 = Identity(c)  s2 = MatMul(s, w)  q2 = SequenceInsert(q, s2) }
+    >""",
+}
+
+
+@pytest.mark.parametrize("wrt", ["x", "w"])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_as_states(name: str, wrt: str) -> None:
+    """No gradient goes through one; beside it there is one."""
+    start = "none = SequenceEmpty <dtype = 11> ()  some = SequenceConstruct(x) "
+    model = parse("double y", start + LISTS[name])
+    if name != "beside":
+        with pytest.raises(ortgrad.UnsupportedGradientError, match=r"Sequence.* there is no gradient rule"):
+            ortgrad.build_gradient_model(model, wrt=wrt, of="y")
+        return
+    built = ortgrad.build_gradient_model(model, wrt=wrt, of="y")
+    given = arrays()
+    x, w, _ = (torch.tensor(array, requires_grad=True) for array in given.values())
+    y = x @ w @ w @ w
+    y.backward(torch.ones(2, 3, dtype=torch.float64))
+    feeds = {**given, "n": np.array(3), "y_grad": np.ones((2, 3))}
+    feeds = {value.name: feeds[value.name] for value in built.graph.input if value.name in feeds}
+    found = ortgrad.InferenceSession(built, quiet()).run([f"{wrt}_grad"], feeds)[0]
+    right = {"x": x, "w": w}[wrt].grad
+    assert right is not None
+    np.testing.assert_allclose(found, right.numpy(), rtol=1e-9)
