@@ -28,7 +28,8 @@ from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.pool_sizes import state_sizes
 from ortgrad.passes.protos import read, write
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
-from ortgrad.resolve import decides_shapes, find_outputs, find_targets, values_by_name
+from ortgrad.resolve import decides_shapes, find_outputs, find_targets, refuse_integers, values_by_name
+from ortgrad.stopped import describe_stops
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Plan:
     # What is known of the shapes of targets and outputs, whatever the file declares.
     proven: Mapping[str, ir.Shape | None]
     declared: Declared
+    # Why gradients are zero that one would not expect to be.
+    stopped: str | None
 
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
@@ -58,6 +61,7 @@ def _plan(
 ) -> Plan:
     """`plan`, where ranks that the file declares count or do not count."""
     model = inline(read(source), lambda function: not is_body(function))
+    refuse_integers(model, of)
     complete(model)
     model = at_minimum_opset(model)
     drop_empty_inputs(model)
@@ -101,17 +105,22 @@ def _plan(
     # What must be fed comes first.
     graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
     backward.run()
-    return Plan(model, backward, targets, outputs, results, proven, declared)
+    stopped = describe_stops(backward, list(graph), targets, outputs)
+    return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
 
 
-def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
-    """`build_gradient_model` for a ModelProto."""
+def build(
+    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None
+) -> tuple[onnx.ModelProto, str | None]:
+    """`build_gradient_model` for a ModelProto, and why gradients are zero that one would not expect to be."""
     planned = plan(source, wrt, of)
     try:
-        return _assemble(planned, source)
+        built = _assemble(planned, source)
     except NodeError:
         # The body of an operator needs a rank that nothing proves.
-        return _assemble(_plan(source, wrt, of, trusting=True), source)
+        planned = _plan(source, wrt, of, trusting=True)
+        built = _assemble(planned, source)
+    return built, planned.stopped
 
 
 def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:

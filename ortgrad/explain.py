@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import onnx_ir as ir
 
 from ortgrad.build import plan
 from ortgrad.differentiate import names_of
+from ortgrad.errors import StoppedGradientWarning
 from ortgrad.gradient import find_rule
 from ortgrad.models import ModelLike, judging, load_model
 
@@ -36,6 +38,8 @@ def explain(
     written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
     with judging(proto):
         planned = plan(proto, names_of(wrt), names_of(of))
+    if planned.stopped is not None and not planned.backward.failures:
+        warnings.warn(planned.stopped, StoppedGradientWarning, stacklevel=2)
     backward = planned.backward
     recorded = dict(backward.visits)
     failed = {failure.node: failure.reason for failure in backward.failures}

@@ -320,6 +320,7 @@ def test_what_rounding_hides_is_not_judged() -> None:
         check_.raise_if_wrong()
 
 
+@pytest.mark.filterwarnings("ignore::ortgrad.StoppedGradientWarning")
 @pytest.mark.parametrize(
     "nodes",
     [
