@@ -628,8 +628,9 @@ def _draw(
         shape = []
         for dim in tensor.shape.dim:
             size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
-            shape.append(dim.dim_value if dim.HasField("dim_value") else size)
-        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST_INPUT:
+            # Exporters write -1 for a size that is not known.
+            shape.append(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else size)
+        if math.prod(shape) > LARGEST_INPUT:
             raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")
         if tensor.elem_type in FLOATS:
             drawn[value.name] = spread(generator, shape)

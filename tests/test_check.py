@@ -512,3 +512,14 @@ def test_the_reference_normalizes_all_channels(size: int) -> None:
     result = ortgrad.check_gradients(model)
     assert result.forward == "float64 on onnx.reference"
     result.raise_if_wrong()
+
+
+def test_a_size_of_minus_one_is_drawn() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 3] x) => (float[M, 3] y) { y = Mul(x, x) }'
+    )
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+    result = ortgrad.check_gradients(model)
+    assert result.judged
+    result.raise_if_wrong()
