@@ -88,6 +88,10 @@ class BackwardPass:
                             self.seed(value, self.op.full_like(value, 0.0))
             self.visits.append((node, list(self.op.nodes[recorded:])))
 
+    def has_gradient(self, value: ir.Value) -> bool:
+        """Whether anything has flowed back to a value."""
+        return value in self._contributions
+
     def total(self, value: ir.Value) -> ir.Value | None:
         """The gradient of a value, all contributions added up; None if there are none."""
         parts = self._contributions.get(value)

@@ -161,7 +161,7 @@ class Recorder(ir.tape.Tape):
         if value.shape is None:
             raise NodeError(
                 f"the number of dimensions of {value.name!r} is not known; declare its shape "
-                "(symbolic dimensions will do) or give kernel_shape"
+                "(symbolic dimensions will do)"
             )
         return len(value.shape)
 

@@ -10,7 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass, list_failures
-from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets
+from ortgrad.autodiff.stopped import describe_stops
+from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets, refuse_integers
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import describe_build
@@ -43,6 +44,8 @@ class Plan:
     # What is known of the shapes of targets and outputs, whatever the file declares.
     proven: Mapping[str, ir.Shape | None]
     declared: Declared
+    # Why gradients are zero that one would not expect to be.
+    stopped: str | None
 
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
@@ -56,7 +59,9 @@ def _plan(
     source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
 ) -> Plan:
     """`plan`, where ranks that the file declares count or do not count."""
-    model = open_model(source, inlined=lambda function: not is_body(function))
+    model = open_model(
+        source, lambda model: refuse_integers(model, of), inlined=lambda function: not is_body(function)
+    )
     model = run(model, fold_ifs, sort)
     graph = model.graph
     declared = infer_proven_shapes(model)
@@ -92,17 +97,22 @@ def _plan(
     # What must be fed comes first.
     graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
     backward.run()
-    return Plan(model, backward, targets, outputs, results, proven, declared)
+    stopped = describe_stops(backward, list(graph), targets, outputs)
+    return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
 
 
-def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
-    """`build_gradient_model` for a ModelProto."""
+def build(
+    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None
+) -> tuple[onnx.ModelProto, str | None]:
+    """`build_gradient_model` for a ModelProto, and why gradients are zero that one would not expect to be."""
     planned = plan(source, wrt, of)
     try:
-        return _assemble(planned, source)
+        built = _assemble(planned, source)
     except NodeError:
         # The body of an operator needs a rank that nothing proves.
-        return _assemble(_plan(source, wrt, of, trusting=True), source)
+        planned = _plan(source, wrt, of, trusting=True)
+        built = _assemble(planned, source)
+    return built, planned.stopped
 
 
 def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:

@@ -28,9 +28,12 @@ OPENING: tuple[Pass, ...] = (
 )
 
 
-def open_model(source: onnx.ModelProto, *, inlined: Callable[[ir.Function], bool]) -> ir.Model:
-    """The model in onnx-ir, those of its functions inlined that `inlined` picks."""
-    return run(inline(read(source), inlined), *OPENING)
+def open_model(source: onnx.ModelProto, *first: Pass, inlined: Callable[[ir.Function], bool]) -> ir.Model:
+    """The model in onnx-ir, after the passes in `first` and those above.
+
+    Functions that `inlined` picks are inlined before.
+    """
+    return run(inline(read(source), inlined), *first, *OPENING)
 
 
 def run(model: ir.Model, *passes: Pass) -> ir.Model:

@@ -591,8 +591,19 @@ def _by_group(op: Recorder, value: ir.Value, dy: ir.Value, group: int) -> ir.Val
     return op.Reshape(value, shape, allowzero=1)
 
 
+def _require_kernel(node: ForwardNode) -> None:
+    """Refuse a node whose kernel size cannot be told, by its own name and not that of its gradient."""
+    w = node.input(1)
+    sizes = list(w.shape)[2:] if w.shape is not None else []
+    if not node.attribute("kernel_shape") and not (sizes and all(isinstance(n, int) for n in sizes)):
+        raise node.unsupported(
+            f"its kernel size is not known; declare the shape of {w.name!r}, or give the node a kernel_shape"
+        )
+
+
 @gradient("Conv")
 def conv_gradient(node: ForwardNode) -> Gradients:
+    _require_kernel(node)
     return node.op.ConvGrad(
         node.grad(0),
         node.input(0),
@@ -612,6 +623,7 @@ def conv_transpose_gradient(node: ForwardNode) -> Gradients:
     """dX = Conv(dY, W); dW is that convolution's gradient towards W for the gradient X; dB = sum of dY"""
     op, dy, w = node.op, node.grad(0), node.input(1)
     axes = list(range(2, node.rank()))
+    _require_kernel(node)
     pads = _transposed_pads(node)
     known = isinstance(pads, list)
     spread = dy if known else op.Pad(dy, pads, None, axes, rank=node.rank())
