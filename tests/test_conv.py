@@ -251,12 +251,9 @@ def test_four_spatial_dimensions() -> None:
         dx[window] += np.einsum("nm,mcabde->ncabde", out, w)
     for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-12)):
         feeds = {name: a.astype(dtype) for name, a in (("dY", dy), ("X", x), ("W", w))}
-        # onnxruntime has ConvTranspose for up to three spatial dimensions.
-        outputs = ("", "dW") if dtype == "float32" else ("dX", "dW")
-        result = run_node(node_for(feeds, {"strides": [2, 1, 1, 3]}, outputs), feeds, "onnx")
+        result = run_node(node_for(feeds, {"strides": [2, 1, 1, 3]}), feeds, "onnx")
         assert_close(result["dW"], dw.astype(dtype), tolerance)
-        if "dX" in result:
-            assert_close(result["dX"], dx, tolerance)
+        assert_close(result["dX"], dx.astype(dtype), tolerance)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
