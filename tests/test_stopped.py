@@ -187,7 +187,7 @@ def test_integer_outputs_are_refused_before_the_work(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("op", ["MaxPool<kernel_shape = [2]>(x)", "Relu(x)", "Abs(x)"])
 def test_second_derivatives_that_are_zero(op: str) -> None:
     """Nobody is surprised by those of functions that are linear in pieces."""
-    model = parser.parse_model(
+    model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 21]> g (float[1, 1, 4] x) => (float[1, 1, K] y) {{ y = {op} }}'
     )
     once = ortgrad.build_gradient_model(model, wrt="x")
