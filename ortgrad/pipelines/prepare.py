@@ -21,6 +21,12 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     without it the bodies that the model carries. "onnx" leaves standard operators only. "auto"
     takes per node what was measured faster. A model without gradient nodes gets an import of com.microsoft,
     without which it may not load beside the op library. The caller's model is not changed.
+
+    >>> import onnx, ortgrad
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    ...     g (float[N] dy, float[N] x) => (float[N] dx) { dx = com.microsoft.ReluGrad(dy, x) }''')
+    >>> "ReluGrad" in {node.op_type for node in ortgrad.prepare(model, kernels="onnx").graph.node}
+    False
     """
     prepared = prepare_loaded(load_model(model), kernels)
     return prepared if imports_domain(prepared) else with_import(prepared)

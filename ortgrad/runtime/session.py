@@ -30,7 +30,12 @@ _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def get_library_path() -> str:
-    """The op library, for `SessionOptions.register_custom_ops_library`."""
+    """The op library, for `SessionOptions.register_custom_ops_library`.
+
+    >>> import onnxruntime, ortgrad
+    >>> options = onnxruntime.SessionOptions()
+    >>> options.register_custom_ops_library(ortgrad.get_library_path())
+    """
     return dispatch.library_path()
 
 
@@ -39,6 +44,14 @@ def register(options: onnxruntime.SessionOptions) -> None:
 
     If no `log_severity_level` was chosen for the options, it becomes 3 (errors): at its default level
     onnxruntime warns of every weight that can be fed.
+
+    >>> import numpy as np, onnxruntime, ortgrad
+    >>> options = onnxruntime.SessionOptions()
+    >>> ortgrad.register(options)
+    >>> model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
+    >>> session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    >>> session.run(None, {"dY": np.float32([1, 2]), "X": np.float32([-1, 1])})
+    [array([0., 2.], dtype=float32)]
     """
     if not isinstance(options, onnxruntime.SessionOptions):
         raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
@@ -64,6 +77,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     The model may be a ModelProto too, and may hold gradient nodes as onnxruntime-training writes
     them. A kernel that fails stops the run and raises KernelError. The default provider is the CPU.
+
+    >>> import numpy as np, ortgrad
+    >>> model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
+    >>> session = ortgrad.InferenceSession(model)
+    >>> session.run(None, {"dY": np.float32([1, 1]), "Y": np.float32([0, 0.5])})
+    [array([1.  , 0.75], dtype=float32)]
     """
 
     def __init__(
