@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support import KERNELS, assert_close, directional_derivative, run_node
 
 import ortgrad
-from ortgrad.ops.conv import conv
 from ortgrad.ops._windows import windows
+from ortgrad.ops.conv import conv
 
 CONVOLUTIONS = {
     1: torch.nn.functional.conv1d,

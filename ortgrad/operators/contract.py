@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.errors import NodeError
 
@@ -260,7 +261,7 @@ class _Comparison:
         if not self.row.contents:
             return self.op.Shape(self.value)
         known = self.value.dtype is not None and self.value.dtype.name == "INT64"
-        return self.value if known else self.op.Cast(self.value, to=7)
+        return self.value if known else self.op.Cast(self.value, to=TensorProto.INT64)
 
     def _length(self, token: _Token) -> int | None:
         if not token.run:
