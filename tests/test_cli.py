@@ -15,9 +15,9 @@ import pytest
 from onnx import numpy_helper
 
 import ortgrad
-from ortgrad.check import gradients as check
-from ortgrad.cli import demo, main
+from ortgrad.check.sessions import Backward
 from ortgrad.cli import commands as cli
+from ortgrad.cli import demo, main
 from ortgrad.cli.progress import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -138,9 +138,9 @@ def test_check_with_a_progress_bar(folder: Path, capsys: pytest.CaptureFixture[s
 def test_check_of_wrong_gradients(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = check._Gradients.run
+    right = Backward.run
     monkeypatch.setattr(
-        check._Gradients, "run", lambda *arguments: {k: 1.1 * g for k, g in right(*arguments).items()}
+        Backward, "run", lambda *arguments: {k: 1.1 * g for k, g in right(*arguments).items()}
     )
     assert main(["check", str(folder / "regression.onnx"), "--wrt", "w"]) == 1
     assert "w  WRONG" in capsys.readouterr().out

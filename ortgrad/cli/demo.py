@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortgrad.check.gradients import check_gradients
+from ortgrad.check import check_gradients
 from ortgrad.cli.progress import Progress
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.loading import load_model
