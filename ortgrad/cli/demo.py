@@ -1,7 +1,8 @@
-"""Train the CNN that the package ships on handwritten digits, with a backward graph made by ortgrad."""
+"""`ortgrad demo`: train the CNN that the package ships on handwritten digits."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from ortgrad.check import check_gradients
 from ortgrad.cli.progress import Progress
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.loading import load_model
+from ortgrad.graph.protos import FLOAT, INT64, copy_of
 from ortgrad.pipelines.build import build_gradient_model
 from ortgrad.runtime.session import InferenceSession
 
@@ -67,13 +69,12 @@ def classifier() -> onnx.ModelProto:
 
 def with_loss(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with the input `labels` and the output `loss`, the mean cross-entropy."""
-    trainable = onnx.ModelProto()
-    trainable.CopyFrom(model)
+    trainable = copy_of(model)
     graph = trainable.graph
     logits = graph.output[0].name
     graph.node.append(helper.make_node("SoftmaxCrossEntropyLoss", [logits, "labels"], ["loss"], "loss"))
-    graph.input.append(helper.make_tensor_value_info("labels", TensorProto.INT64, ["N"]))
-    graph.output.append(helper.make_tensor_value_info("loss", TensorProto.FLOAT, []))
+    graph.input.append(helper.make_tensor_value_info("labels", INT64, ["N"]))
+    graph.output.append(helper.make_tensor_value_info("loss", FLOAT, []))
     return trainable
 
 
@@ -84,8 +85,7 @@ def parameters_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 def with_parameters(model: onnx.ModelProto, parameters: dict[str, np.ndarray]) -> onnx.ModelProto:
     """The model with other weights."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = copy_of(model)
     for tensor in changed.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(parameters[tensor.name], tensor.name))
     return changed
@@ -137,6 +137,12 @@ def trained_classifier(epochs: int = EPOCHS) -> onnx.ModelProto:
         epochs,
     )
     return with_parameters(model, parameters)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run the demo."""
+    run(arguments.progress)
+    return 0
 
 
 def run(show_progress: bool | None = None) -> float:

@@ -225,6 +225,6 @@ def _explain(model: onnx.ModelProto, error: Exception) -> None:
     ]
     if missing:
         raise ModelError(
-            f"nobody has these operators: {', '.join(missing)}. Register the library that "
+            f"unknown operators: {', '.join(missing)}. Register the library that "
             "holds them in sess_options, or add a function of that name to the model"
         ) from error
