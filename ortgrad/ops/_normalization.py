@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.graph.protos import DOUBLE as _DOUBLE
+from ortgrad.graph.protos import FLOAT as _FLOAT
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
-
-_FLOAT, _DOUBLE = 1, 11  # TensorProto's numbers
 
 
 def cast_like(op: Recorder, value: ir.Value, like: ir.Value) -> ir.Value:

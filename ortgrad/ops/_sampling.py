@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.graph.protos import INT64 as _INT64
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
 
-_INT64, _FLOAT = 7, 1
 # Keys' cubic with a = -0.75: row i holds the coefficients of f**i for the four taps.
 _CUBIC = np.array([[0, 1, 0, 0], [-0.75, 0, 0.75, 0], [1.5, -2.25, 1.5, -0.75], [-0.75, 1.25, -1.25, 0.75]])
 _LINEAR = np.array([[1.0, 0.0], [-1.0, 1.0]])

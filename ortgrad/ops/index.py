@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import FLOAT as _FLOAT
+from ortgrad.graph.protos import INT64 as _INT64
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, Operand, Shape, operator
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
-_FLOAT, _INT64 = 1, 7  # TensorProto's numbers
 # Elements whose positions are computed at a time.
 _CHUNK = 1 << 18
 

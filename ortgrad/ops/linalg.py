@@ -11,14 +11,13 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph.protos import INT64 as _INT64
 from ortgrad.ops.index import number_like
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
-
-_INT64, _DOUBLE = 7, 11  # TensorProto's numbers
 
 
 @gradient("MatMul")

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import BOOL as _BOOL
+from ortgrad.graph.protos import FLOAT as _FLOAT
+from ortgrad.graph.protos import INT64 as _INT64
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import parallel
 from ortgrad.ops._windows import (
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 _PIECE = 1 << 19
 # The end of a Slice that goes on to the end, and ONNX's numbers for element types.
 _END = 2**63 - 1
-_FLOAT, _INT64, _BOOL = 1, 7, 9
 _ATTRIBUTES = {
     "auto_pad": Choice(*AUTO_PADS),
     "ceil_mode": 0,

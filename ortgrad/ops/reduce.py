@@ -6,12 +6,11 @@ import math
 from typing import TYPE_CHECKING
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import DOUBLE as _DOUBLE
 from ortgrad.ops.index import number_like, product_of_others
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-_DOUBLE = 11  # TensorProto.DOUBLE
 
 
 def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:

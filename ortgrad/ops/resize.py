@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import FLOAT as _FLOAT
+from ortgrad.graph.protos import INT64 as _INT64
 from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FLOAT, _INT64 = 1, 7
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 # Nearest neighbours of whole factors that repeat every element: (coordinates, rounding).
 _REPEATING = {

@@ -8,6 +8,7 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
+from ortgrad.graph.protos import INT64 as _INT64
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops.index import scatter_back, shape_of, size_of
 
@@ -204,9 +205,6 @@ def _slice_axes(node: ForwardNode) -> ir.Value:
     if shape is not None and isinstance(shape[0], int):
         return op.constant(np.arange(shape[0]))
     return op.Range(0, op.Size(node.input(1)), 1)
-
-
-_INT64 = 7  # TensorProto.INT64
 
 
 def _static_pads(node: ForwardNode) -> list[int] | None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import INT64 as _INT64
 from ortgrad.ops._sampling import sample
 from ortgrad.ops._windows import explicit_pads, per_dimension
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-_INT64 = 7
 
 
 @gradient("LRN")
