@@ -16,8 +16,7 @@ import ortgrad
 from ortgrad.autodiff.rules import ForwardNode, Gradients, Rule, _rules
 from ortgrad.check.differences import derivative
 from ortgrad.check.double_precision import in_double
-from ortgrad.check.fixed_draws import with_fixed_draws
-from ortgrad.check.randomness import with_marked_draws
+from ortgrad.check.randomness import with_fixed_draws, with_marked_draws
 from ortgrad.check.sessions import Backward
 from ortgrad.check.targets import differentiable
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ SAFETY = 5.0  # how many times the spread between steps a derivative may be off
 SINGLE_EPS = float(np.finfo(np.float32).eps)
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """Steps of differences, relative to the size of a value.
 
     `quick` is the one that is tried alone, `few` those that are tried before all others are.
@@ -31,8 +30,7 @@ DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[5], _DOUBLE[3:7])
 SINGLE_STEPS = Steps(_SINGLE, _SINGLE[2], ())
 
 
-@dataclass(frozen=True)
-class Derivative:
+class Derivative(NamedTuple):
     """A derivative, how far it may be off, and how far the derivatives on the two sides are apart.
 
     `error` is infinite where the function is not finite. `jump` is 0 unless it is well above its own error.

@@ -17,7 +17,7 @@ from ortgrad.graph.protos import FLOATS
 
 LARGEST_INPUT = 1 << 30  # elements that are drawn
 
-Distribution: TypeAlias = Callable[[np.random.Generator, Sequence[int]], np.ndarray]
+Distribution: TypeAlias = "Callable[[np.random.Generator, Sequence[int]], np.ndarray]"
 # The first with which the model runs and stays finite is taken.
 DISTRIBUTIONS: Sequence[Distribution] = (
     lambda generator, shape: generator.standard_normal(shape),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -18,8 +18,7 @@ from ortgrad.graph.protos import copy_of
 from ortgrad.pipelines.prepare import prepare_loaded
 
 
-@dataclass(frozen=True)
-class Handle:
+class Handle(NamedTuple):
     """Where to feed a target, the value there, and how large the target is.
 
     What is fed for an intermediate value is added to it, so the value there is zero.
@@ -31,16 +30,17 @@ class Handle:
     inner: bool
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """The forward model with inputs for the targets.
 
-    `own` runs it in its own element types, `run` in the most precise ones that something can run.
+    `own` runs it in its own element types, `run` in the most precise ones possible. `feeds` has the given
+    point: the inputs of the model and the values of the targets.
     """
 
     name: str
     own: Run
     run: Run
+    feeds: Arrays
     handles: dict[str, Handle]
     steps: Steps
     on_onnxruntime: bool
@@ -73,7 +73,7 @@ def make_forward(
             results = run(initial)
         except (CannotRunError, OrtgradError):
             continue
-        way = Forward(f"float64 on {name}", own, run, handles, DOUBLE_STEPS, make is on_onnxruntime)
+        way = Forward(f"float64 on {name}", own, run, initial, handles, DOUBLE_STEPS, make is on_onnxruntime)
         if all(_agree(results[k], expected[k]) for k in outputs):
             return way
         found.append((way, results))
@@ -83,7 +83,7 @@ def make_forward(
     # A model in double that only onnxruntime runs is precise as it is.
     wide = all(expected[k].dtype == np.float64 for k in outputs)
     name, steps = ("float64 on onnxruntime", DOUBLE_STEPS) if wide else ("single precision", SINGLE_STEPS)
-    return Forward(name, own, own, handles, steps, on_onnxruntime=False)
+    return Forward(name, own, own, initial, handles, steps, on_onnxruntime=False)
 
 
 def size_of(array: np.ndarray) -> float:

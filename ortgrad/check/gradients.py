@@ -11,12 +11,11 @@ import onnx
 
 from ortgrad.check.double_precision import in_double
 from ortgrad.check.feeds import complete_feeds, describe_type
-from ortgrad.check.fixed_draws import with_fixed_draws
 from ortgrad.check.forward import make_forward
 from ortgrad.check.judging import Comparison
 from ortgrad.check.objective import Objective
 from ortgrad.check.per_node import check_node, intermediate_values, nodes_between
-from ortgrad.check.randomness import training_switches, with_marked_draws
+from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.sessions import Backward
 from ortgrad.check.targets import differentiable
@@ -46,7 +45,7 @@ def check_gradients(
     Inputs that `feeds` leaves out are drawn at random: symbolic dimensions get small sizes, whole
     numbers are 0 or 1. `wrt` defaults to every floating-point input and initializer that a gradient
     can flow to, `of` to every floating-point output. With `per_node`, every node between `wrt` and `of` is
-    checked by itself too, on the values it meets in the model. `progress(done, total, name)` is
+    checked by itself too, on the values it gets in the model. `progress(done, total, name)` is
     called once before the first, and after every gradient and node. If the forward pass is slow, there is one
     direction for each gradient.
 
@@ -82,12 +81,12 @@ def check_gradients(
     forward = make_forward(proto, complete, targets, outputs)
     passes = [Backward(built, targets, kernels)]
     if forward.on_onnxruntime and any(h.value.dtype != np.float64 for h in forward.handles.values()):
-        with suppress(OrtgradError):  # it has no gradients in double where an operator has none
+        with suppress(OrtgradError):  # some operators have no gradient in double
             double = build_gradient_model(in_double(marked), wrt=targets, of=outputs)
             passes.append(Backward(with_fixed_draws(double), targets, kernels))
     known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     seeds = [value.name for value in built.graph.input if value.name not in known]
-    objective = Objective(forward, passes, outputs, seeds, complete, generator)
+    objective = Objective(forward, passes, outputs, seeds, generator)
     comparison = Comparison(objective, tolerance, directions, generator)
     nodes = nodes_between(marked, targets, outputs) if per_node else []
     rows: list[Row] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,8 +55,7 @@ class Comparison:
     def _at(self, point: Point, name: str) -> tuple[_Verdict, str]:
         """The verdict at a point from several directions, and a note on it."""
         found: list[list[_Verdict]] = [[] for _ in self._objective.passes]
-        most = self._directions + MORE_DIRECTIONS
-        for tried in range(most):
+        for tried in range(self._directions + MORE_DIRECTIONS):
             if tried >= self._directions and not any(_undecided(each, self._directions) for each in found):
                 break
             direction = self._generator.standard_normal(point.gradients[0][name].shape)
@@ -80,7 +79,7 @@ class Comparison:
             gradient = gradients[name]
             tolerance = self._tolerance
             if tolerance is None:
-                tolerance = _tolerance_of(gradient.dtype.name, single)
+                tolerance = max(TOLERANCES[gradient.dtype.name], COARSE_TOLERANCE if single else 0.0)
 
             def noise(scale: float, number: int = number) -> float:
                 moved = objective.noise(point, number, name, direction)
@@ -91,8 +90,7 @@ class Comparison:
         return verdicts
 
 
-@dataclass(frozen=True)
-class _Slope:
+class _Slope(NamedTuple):
     """The derivative along a direction that a gradient gives.
 
     `norm` is that of the gradient, `unit` the slope of a function that changes by its own size over that of
@@ -105,8 +103,7 @@ class _Slope:
     zero: float
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     """How far a slope is from the differences and may be, both relative; or why that cannot be said."""
 
     error: float
@@ -129,11 +126,6 @@ def _slope_of(
     unit = float(np.sum(np.abs(terms))) / size
     zero = 10 * rounding_of(gradient.dtype.name, single=single)
     return _Slope(value, float(np.linalg.norm(wide)), unit, zero)
-
-
-def _tolerance_of(precision: str, single: bool) -> float:
-    """The relative error that is allowed without measuring any rounding."""
-    return max(TOLERANCES[precision], COARSE_TOLERANCE) if single else TOLERANCES[precision]
 
 
 def _judge(

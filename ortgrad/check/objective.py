@@ -43,14 +43,12 @@ class Objective:
         passes: Sequence[Backward],
         outputs: Sequence[str],
         seeds: Sequence[str],
-        feeds: Arrays,
         generator: np.random.Generator,
     ) -> None:
         self.forward = forward
         self.passes = passes
         self._generator = generator
-        initial = {**feeds, **{handle.feed: handle.value for handle in forward.handles.values()}}
-        base = forward.run(initial)
+        base = forward.run(forward.feeds)
         self._weights = {
             # Outputs that are not finite have no differences.
             name: np.where(np.isfinite(base[name]), generator.standard_normal(base[name].shape), 0.0)
@@ -59,7 +57,7 @@ class Objective:
             for name in outputs
         }
         self._seeds = dict(zip(seeds, self._weights.values(), strict=bool(seeds)))
-        self.first = self._point(initial)
+        self.first = self._point(forward.feeds)
         self._beside: dict[int, Point | None] = {}
 
     def point(self, number: int) -> Point | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -18,8 +18,7 @@ from ortgrad.graph.protos import FLOATS, declared_values, dependencies
 from ortgrad.operators.schema import with_schemas
 
 
-@dataclass(frozen=True)
-class PathNode:
+class PathNode(NamedTuple):
     """A node through which a gradient flows, from its outputs `of` to its inputs `wrt`."""
 
     node: onnx.NodeProto

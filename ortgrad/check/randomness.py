@@ -1,4 +1,4 @@
-"""Which nodes of a model are random.
+"""Random operators: which a model has, and the same model with results that are always the same.
 
 Whether two runs of a random model agree depends on seeds, on optimisations and on chance, so this is told
 from the nodes.
@@ -7,17 +7,25 @@ from the nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
-from ortgrad.check.fixed_draws import FIRST_MARK, GENERATORS
 from ortgrad.errors import ModelError
-from ortgrad.graph.protos import BOOL, all_nodes, subgraphs
+from ortgrad.graph.protos import BOOL, DOUBLE, FLOAT, all_nodes, copy_of, subgraphs
 
+GENERATORS = frozenset(
+    ["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
+)
 # They draw numbers too, but their results are packed or fused with something else.
 OTHERS = frozenset(["BiasDropout", "BitmaskDropout", "BitmaskBiasDropout"])
+# Seeds from here on are marks: nodes with one are those whose results `with_fixed_draws` fixes.
+FIRST_MARK = 1 << 20
+PRIME = (1 << 31) - 1
+# Other operators, by default, draw the element type of their input.
+DEFAULT_TYPES = {"RandomNormal": FLOAT, "RandomUniform": FLOAT, "Multinomial": TensorProto.INT32}
 
 
 def with_marked_draws(
@@ -45,6 +53,17 @@ def with_marked_draws(
         node.attribute.extend([*kept, seed])
         found.append(f"{node.op_type} {_name(node)}")
     return (marked, tuple(found)) if found else (model, ())
+
+
+def with_fixed_draws(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which every marked node always has the same results, spread as its own would be.
+
+    The numbers are computed from the seed and the position by whole numbers, so any shape will do, inside
+    of subgraphs as well, and they are the same in every precision.
+    """
+    fixed = copy_of(model)
+    _fix_graph(fixed.graph)
+    return fixed
 
 
 def training_switches(model: onnx.ModelProto) -> set[str]:
@@ -95,3 +114,114 @@ def _is_switch(tensor: onnx.TensorProto) -> bool:
 
 def _name(node: onnx.NodeProto) -> str:
     return node.name or str(node.output[0])
+
+
+def _fix_graph(graph: onnx.GraphProto) -> None:
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        for inner in subgraphs(node):
+            _fix_graph(inner)
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name}
+        mark = attributes.get("seed", 0.0)
+        if node.op_type in GENERATORS | {"Dropout"} and mark >= FIRST_MARK:
+            graph.node.extend(_Draw(node, attributes, int(mark)).nodes)
+        else:
+            graph.node.append(node)
+
+
+class _Draw:
+    """The nodes in the place of a random one."""
+
+    def __init__(self, node: onnx.NodeProto, attributes: Mapping[str, Any], seed: int) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self._node = node
+        self._attributes = attributes
+        self._seed = seed
+        self._prefix = f"{node.output[0] or node.output[1]}.drawn"
+        if node.op_type == "Dropout":
+            self._dropout()
+            return
+        draw = {"Bernoulli": self._bernoulli, "Multinomial": self._multinomial}
+        normal = node.op_type.startswith("RandomNormal")
+        value = draw.get(node.op_type, self._random_normal if normal else self._random_uniform)()
+        element = attributes.get("dtype", DEFAULT_TYPES.get(node.op_type))
+        if element is None:
+            self._add("CastLike", value, node.input[0], output=node.output[0])
+        else:
+            self._add("Cast", value, output=node.output[0], to=element)
+
+    def _dropout(self) -> None:
+        data, ratio, training = [*self._node.input, ""][:3]
+        scalar = self._constant(np.zeros(0, np.int64))
+        training = self._add("Reshape", training, scalar)
+        ratio = self._add("Reshape", ratio, scalar) if ratio else self._constant(np.array(0.5))
+        wide = self._add("Cast", ratio, to=DOUBLE)
+        drawn = self._add("GreaterOrEqual", self._uniform(self._add("Shape", data)), wide)
+        keep = self._add("Or", drawn, self._add("Not", training))
+        one, zero = self._constant(np.array(1.0)), self._constant(np.array(0.0))
+        scale = self._add("Where", training, self._add("Div", one, self._add("Sub", one, wide)), one)
+        kept = self._add("Where", keep, data, self._add("CastLike", zero, data))
+        scaled = self._add("Mul", kept, self._add("CastLike", scale, data))
+        for source, output in zip((scaled, keep), self._node.output, strict=False):
+            if output:
+                self._add("Identity", source, output=output)
+
+    def _bernoulli(self) -> str:
+        chance = self._add("Cast", self._node.input[0], to=DOUBLE)
+        return self._add("Less", self._uniform(self._shape()), chance)
+
+    def _multinomial(self) -> str:
+        """All classes are equally likely: there is no gradient to check that depends on it."""
+        batch = self._add("Shape", self._node.input[0], start=0, end=1)
+        samples = self._constant(np.array([self._attributes.get("sample_size", 1)]))
+        drawn = self._uniform(self._add("Concat", batch, samples, axis=0))
+        classes = self._add("Shape", self._node.input[0], start=1, end=2)
+        return self._add("Floor", self._add("Mul", drawn, self._add("Cast", classes, to=DOUBLE)))
+
+    def _random_uniform(self) -> str:
+        low, high = self._attributes.get("low", 0.0), self._attributes.get("high", 1.0)
+        return self._scaled(self._uniform(self._shape()), high - low, low)
+
+    def _random_normal(self) -> str:
+        """The Box-Muller transform."""
+        shape = self._shape()
+        radius = self._add("Sqrt", self._scaled(self._add("Log", self._uniform(shape)), -2.0, 0.0))
+        turn = self._add("Cos", self._scaled(self._uniform(shape), 2 * np.pi, 0.0))
+        normal = self._add("Mul", radius, turn)
+        return self._scaled(normal, self._attributes.get("scale", 1.0), self._attributes.get("mean", 0.0))
+
+    def _shape(self) -> str:
+        if "shape" in self._attributes:
+            return self._constant(np.array(self._attributes["shape"], np.int64))
+        return self._add("Shape", self._node.input[0])
+
+    def _scaled(self, value: str, factor: float, shift: float) -> str:
+        scaled = self._add("Mul", value, self._constant(np.array(factor)))
+        return self._add("Add", scaled, self._constant(np.array(shift)))
+
+    def _uniform(self, shape: str) -> str:
+        """Doubles in (0, 1) of a shape: a polynomial of the position modulo a prime, twice squared."""
+        count = self._add("Size", self._add("ConstantOfShape", shape))
+        number = self._add("Range", self._whole(0), count, self._whole(1))
+        state = self._modulo(self._add("Add", number, self._whole(self._seed * 7919 + len(self.nodes) * 31)))
+        for factor in (48271, 69621, 16807):
+            state = self._modulo(self._add("Mul", state, self._whole(factor)))
+            state = self._modulo(self._add("Mul", state, state))
+            state = self._modulo(self._add("Add", state, number))
+        drawn = self._scaled(self._add("Cast", state, to=DOUBLE), 1 / PRIME, 0.5 / PRIME)
+        return self._add("Reshape", drawn, shape, allowzero=1)
+
+    def _modulo(self, value: str) -> str:
+        return self._add("Mod", value, self._whole(PRIME))
+
+    def _whole(self, number: int) -> str:
+        return self._constant(np.array(number, np.int64))
+
+    def _constant(self, array: np.ndarray) -> str:
+        return self._add("Constant", value=numpy_helper.from_array(array))
+
+    def _add(self, op_type: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        name = f"{self._prefix}/{op_type}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op_type, inputs, [output or name], name, **attributes))
+        return output or name
