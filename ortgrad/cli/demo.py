@@ -34,7 +34,7 @@ class MissingPackageError(OrtgradError, ImportError):
 
 @dataclass(frozen=True)
 class Digits:
-    """8x8 images in [0, 1] as float32[n, 1, 8, 8], and what they show as int64[n]."""
+    """8x8 images in [0, 1] as float32[n, 1, 8, 8], and their labels as int64[n]."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -63,7 +63,7 @@ def classifier() -> onnx.ModelProto:
     """The forward model cnn.onnx: image to logits, with untrained weights."""
     package = Path(__file__).parents[1]
     installed = package / "data" / "cnn.onnx"
-    # In a checkout the model is where the other models are.
+    # In a checkout the model is in the folder of all models.
     return load_model(installed if installed.exists() else package.parent / "models" / "cnn.onnx")
 
 
@@ -121,7 +121,7 @@ def train(
 
 
 def accuracy(model: onnx.ModelProto, data: Digits) -> float:
-    """Which part of the digits the forward model recognises."""
+    """The fraction of the digits that the forward model recognises."""
     (logits,) = InferenceSession(model).run(None, {"image": data.images})
     return float(np.mean(np.argmax(logits, axis=1) == data.labels))
 
@@ -146,7 +146,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def run(show_progress: bool | None = None) -> float:
-    """Build, check, train and test, and say so; returns the accuracy on digits that were not trained on."""
+    """Build, check, train and test the model, with output; returns the accuracy on the test digits."""
     training, testing = digits()
     model = classifier()
     trainable = with_loss(model)

@@ -24,7 +24,7 @@ from ortgrad.operators.declaration import DOMAIN
 ASSUMED_VERSIONS = {"": 23, "ai.onnx.ml": onnx.defs.onnx_ml_opset_version()}
 
 LARGEST_MESSAGE = (1 << 31) - 1  # bytes that protobuf writes
-# What onnx's checker, shape inference and version converter raise for a model that they do not like.
+# What onnx's checker, shape inference and version converter raise for a model that they refuse.
 ONNX_ERRORS: tuple[type[Exception], ...] = (
     onnx.checker.ValidationError,
     onnx.shape_inference.InferenceError,
@@ -101,7 +101,7 @@ def judging(model: onnx.ModelProto) -> Iterator[None]:
 
 
 def _complaint(model: onnx.ModelProto) -> str | None:
-    """What onnx or onnxruntime has against the model; None if nothing, or if it is too large to be asked."""
+    """Why onnx or onnxruntime refuses the model; None if they do not, or if it is too large for them."""
     from ortgrad.operators.schema import with_schemas
 
     if model.ByteSize() >= LARGEST_MESSAGE:

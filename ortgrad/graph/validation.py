@@ -26,13 +26,13 @@ from ortgrad.operators.declaration import find_operator
 
 # What protobuf reads at most; onnxruntime has the same limit. A graph in a node in a graph is three levels.
 DEEPEST = 100
-# So many nodes, when every call of a function is replaced by its body, are a mistake or an attack.
+# More nodes, with every call of a function replaced by its body, are a mistake or an attack.
 MOST_NODES = 1_000_000
 # onnx-ir's inliner looks at all copies of a function that there are for each one that it makes.
 MOST_COPIES = 10_000
 LONGEST_CALL = 200
-# No tensor that a model computes has so many elements; onnx's shape inference and onnxruntime's constant
-# folding would try.
+# More elements than a tensor of any real model has; onnx's shape inference and onnxruntime's constant folding
+# would try to compute it.
 MOST_ELEMENTS = 1 << 31
 HIGHEST_VERSION = 2**31 - 1
 
