@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.graph.protos import DOUBLE, FLOAT
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
-
-_FLOAT, _DOUBLE = 1, 11  # TensorProto's numbers
 
 
 def cast_like(op: Recorder, value: ir.Value, like: ir.Value) -> ir.Value:
@@ -30,13 +30,13 @@ def count_along(op: Recorder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
         count = math.prod(d for d in dims if isinstance(d, int))
         return op.constant(np.array(count, np.float64 if wide else np.float32))
     lengths = op.Gather(op.Shape(x), list(axes))
-    return op.Cast(op.ReduceProd(lengths, keepdims=0), to=_DOUBLE if wide else _FLOAT)
+    return op.Cast(op.ReduceProd(lengths, keepdims=0), to=DOUBLE if wide else FLOAT)
 
 
 def widened(op: Recorder, value: ir.Value) -> ir.Value:
     """Half precision as float, for sums and squares."""
     half = value.dtype is not None and value.dtype.itemsize == 2
-    return op.Cast(value, to=_FLOAT) if half else value
+    return op.Cast(value, to=FLOAT) if half else value
 
 
 def statistics(op: Recorder, x: ir.Value, axes: list[int], epsilon: float) -> tuple[ir.Value, ir.Value]:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.graph.protos import INT64
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
 
-_INT64, _FLOAT = 7, 1
 # Keys' cubic with a = -0.75: row i holds the coefficients of f**i for the four taps.
 _CUBIC = np.array([[0, 1, 0, 0], [-0.75, 0, 0.75, 0], [1.5, -2.25, 1.5, -0.75], [-0.75, 1.25, -1.25, 0.75]])
 _LINEAR = np.array([[1.0, 0.0], [-1.0, 1.0]])
@@ -97,7 +98,7 @@ def sample(
     # (components, 1), beside the taps in the last axis.
     lengths = op.Unsqueeze(op.Gather(sizes, list(order)), [1])
     corner = op.Round(coordinates) if mode == "nearest" else op.Floor(coordinates)
-    start = op.Unsqueeze(op.Cast(corner, to=_INT64), [3])
+    start = op.Unsqueeze(op.Cast(corner, to=INT64), [3])
     taps = op.Add(start, list(range(first, first + count))) if table.size > 1 else start
     fraction = op.Unsqueeze(op.Sub(coordinates, corner), [3])
     weights, slopes = _polynomials(op, fraction, table)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import FLOAT, INT64
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, Operand, Shape, operator
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
-_FLOAT, _INT64 = 1, 7  # TensorProto's numbers
 # Elements whose positions are computed at a time.
 _CHUNK = 1 << 18
 
@@ -61,7 +61,7 @@ def _scatter_flat(
     positions = op.Reshape(positions, [-1])
     half = not unique and dy.dtype is not None and dy.dtype.itemsize < 4
     # ScatterElements adds up no half-precision numbers.
-    terms = op.Reshape(op.Cast(dy, to=_FLOAT) if half else dy, [-1])
+    terms = op.Reshape(op.Cast(dy, to=FLOAT) if half else dy, [-1])
     zeros = op.Expand(op.number(0.0, terms), op.ReduceProd(shape, keepdims=1))
     total = op.ScatterElements(zeros, positions, terms, axis=0, reduction="none" if unique else "add")
     total = op.Reshape(total, shape, allowzero=1)
@@ -128,14 +128,14 @@ def gather_grad(
 def gather_grad_body(
     op: Recorder, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int
 ) -> ir.Value:
-    shape = op.Cast(shape, to=_INT64)
+    shape = op.Cast(shape, to=INT64)
     length = op.Gather(shape, axis)
     # As many dimensions as are known to be needed: outer axes, indices, inner axes.
     rank = shape.shape[0] if shape.shape is not None else None
     if isinstance(rank, int):
         axis %= rank
     last = axis == -1 or axis + 1 == rank
-    rows = op.Reshape(op.Cast(indices, to=_INT64), [1, -1] if last else [1, -1, 1])
+    rows = op.Reshape(op.Cast(indices, to=INT64), [1, -1] if last else [1, -1, 1])
     if op.checked:
         outside = op.Or(op.Less(rows, op.Neg(length)), op.GreaterOrEqual(rows, length))
         dy = op.require(dy, [outside], "indices that the axis has")
@@ -187,7 +187,7 @@ def gather_elements_grad_body(
     op: Recorder, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int
 ) -> ir.Value:
     half = dy.dtype is not None and dy.dtype.itemsize < 4
-    terms = op.Cast(dy, to=_FLOAT) if half else dy
+    terms = op.Cast(dy, to=FLOAT) if half else dy
     zeros = op.Expand(op.number(0.0, terms), shape)
     total = op.ScatterElements(zeros, indices, terms, axis=axis, reduction="add")
     return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
@@ -396,7 +396,7 @@ def _scatter_reduced(
         return op.Mul(dy, scatter(ones, updates, "mul")), op.Mul(gather(op.Mul(dy, x)), others)
     # Equal shares for all that reach the extreme, as in PyTorch's scatter_reduce.
     stays, arrives = op.Equal(x, y), op.Equal(updates, gather(y))
-    count = scatter(op.Cast(stays, to=_INT64), op.Cast(arrives, to=_INT64), "add")
+    count = scatter(op.Cast(stays, to=INT64), op.Cast(arrives, to=INT64), "add")
     share = op.Div(dy, number_like(op, count, x))
     return op.Where(stays, share, 0.0), op.Where(arrives, gather(share), 0.0)
 

@@ -11,14 +11,13 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph.protos import INT64
 from ortgrad.ops.index import number_like
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
-
-_INT64, _DOUBLE = 7, 11  # TensorProto's numbers
 
 
 @gradient("MatMul")
@@ -370,7 +369,7 @@ def dft_gradient(node: ForwardNode) -> Gradients:
     given = node.optional(1)
     own = _dft_length(op, x, axis)
     if given is not None:
-        length = op.Cast(op.Reshape(given, [1]), to=_INT64)
+        length = op.Cast(op.Reshape(given, [1]), to=INT64)
     else:
         length = _dft_length(op, node.output(0), axis) if inverse else own
     scale = number_like(op, length, x)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import BOOL, FLOAT, INT64
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import parallel
 from ortgrad.ops._windows import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _PIECE = 1 << 19
 # The end of a Slice that goes on to the end, and ONNX's numbers for element types.
 _END = 2**63 - 1
-_FLOAT, _INT64, _BOOL = 1, 7, 9
 _ATTRIBUTES = {
     "auto_pad": Choice(*AUTO_PADS),
     "ceil_mode": 0,
@@ -155,13 +155,13 @@ def max_pool_grad_body(
         starts = op.Mul(numbers, op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0))
         ones = [1] * len(dilations or ())
         starts = op.Reshape(starts, op.Concat(planes, ones, axis=0), allowzero=1)
-        over = op.Cast(op.Greater(dilations, op.Slice(x_shape, [2], [_END])), to=_INT64)
-        blank = op.And(op.Less(indices, starts), op.Cast(op.ReduceMax(over, keepdims=0), to=_BOOL))
+        over = op.Cast(op.Greater(dilations, op.Slice(x_shape, [2], [_END])), to=INT64)
+        blank = op.And(op.Less(indices, starts), op.Cast(op.ReduceMax(over, keepdims=0), to=BOOL))
         dy, indices = op.Where(blank, 0.0, dy), op.Where(blank, starts, indices)
     dy = _require_indices(op, dy, indices, x_shape)
     # onnxruntime adds nothing shorter than float32 here.
     short = dy.dtype is not None and dy.dtype.itemsize < 4
-    values = op.Cast(dy, to=_FLOAT) if short else dy
+    values = op.Cast(dy, to=FLOAT) if short else dy
     zeros = op.Expand(op.number(0.0, values), op.ReduceProd(x_shape, keepdims=1))
     flat = op.ScatterElements(
         zeros, op.Reshape(indices, [-1]), op.Reshape(values, [-1]), axis=0, reduction="add"

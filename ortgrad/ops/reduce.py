@@ -6,12 +6,11 @@ import math
 from typing import TYPE_CHECKING
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import DOUBLE
 from ortgrad.ops.index import number_like, product_of_others
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-_DOUBLE = 11  # TensorProto.DOUBLE
 
 
 def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:
@@ -49,7 +48,7 @@ def reduce_mean_gradient(node: ForwardNode) -> Gradients:
         share = op.number(math.prod(y.shape.numpy()) / max(math.prod(x.shape.numpy()), 1), x)
     else:
         # In double: whole numbers cannot be divided by 0, and half precision does not reach far.
-        share = number_like(op, op.Div(*(op.Cast(op.Size(v), to=_DOUBLE) for v in (y, x))), x)
+        share = number_like(op, op.Div(*(op.Cast(op.Size(v), to=DOUBLE) for v in (y, x))), x)
     return (_expanded(node, _kept(node, op.Mul(node.grad(0), share))),)
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import FLOAT, INT64
 from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FLOAT, _INT64 = 1, 7
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 # Nearest neighbours of whole factors that repeat every element: (coordinates, rounding).
 _REPEATING = {
@@ -129,10 +129,10 @@ def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
     }
     known = x.shape[axis] if x.shape is not None else None
     places = op.Range(0, known if isinstance(known, int) else op.Gather(op.Shape(x), axis), 1)
-    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=_FLOAT)
+    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=FLOAT)
     roi = None
     if same["coordinate_transformation_mode"] == "tf_crop_and_resize" and node.optional(1) is not None:
-        window = op.Cast(node.input(1), to=_FLOAT)
+        window = op.Cast(node.input(1), to=FLOAT)
         start, end = (op.Gather(window, [k]) for k in (number, len(axes) + number))
         roi = op.Concat(start, np.zeros(1, np.float32), end, np.ones(1, np.float32), axis=0)
         # Places outside of X give extrapolation_value, which does not depend on X.
@@ -141,11 +141,11 @@ def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
     copies = _copies(node)
     if _has_policy(node):
         unit = op.Pad(unit, [0, 0, 0, 1], mode="edge")
-        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=_FLOAT), axis=0)
+        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=FLOAT), axis=0)
     elif node.optional(3) is not None:
         sizes = op.Concat(op.Gather(node.input(3), [number]), copies, axis=0)
     else:
-        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=_FLOAT), axis=0)
+        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=FLOAT), axis=0)
     resized = op.Resize(op.Unsqueeze(unit, [0, 3]), roi, scales, sizes, axes=[2, 3], **same)
     if _has_policy(node):
         length = op.Shape(node.output(0), start=axis, end=axis + 1)
@@ -167,7 +167,7 @@ def _copies(node: ForwardNode) -> ir.Value:
     changed = any(isinstance(n, int) and isinstance(m, int) and n != m for n, m in dims)
     if changed or (scales is not None and ((scales < 1) | (scales >= 2)).any()):
         return op.constant(np.array([2], np.int64))
-    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=_INT64)
+    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=INT64)
     return op.Sub([2], op.ReduceProd(equal, keepdims=1))
 
 
@@ -184,8 +184,8 @@ def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> 
             f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
             "asymmetric only, without antialias and exclude_outside"
         )
-    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=_FLOAT)
-    factors = op.Div(op.Cast(node.input(3), to=_FLOAT), lengths)
+    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=FLOAT)
+    factors = op.Div(op.Cast(node.input(3), to=FLOAT), lengths)
     return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
 
 

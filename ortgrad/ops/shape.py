@@ -8,6 +8,7 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
+from ortgrad.graph.protos import INT64
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops.index import scatter_back, shape_of, size_of
 
@@ -187,7 +188,7 @@ def slice_gradient(node: ForwardNode) -> Gradients:
     pads = _static_pads(node)
     if pads is not None:
         return (op.Pad(dy, pads, None, axes, rank=_known_rank(x)),)
-    first, length = op.Cast(starts, to=_INT64), op.Gather(op.shape_of(x), axes)
+    first, length = op.Cast(starts, to=INT64), op.Gather(op.shape_of(x), axes)
     first = op.Where(op.Less(first, 0), op.Add(first, length), first)
     before = op.Min(op.Max(first, 0), length)
     after = op.Sub(op.Sub(length, before), op.Gather(op.shape_of(node.output(0)), axes))
@@ -199,14 +200,11 @@ def _slice_axes(node: ForwardNode) -> ir.Value:
     if known is not None:
         return op.constant(known.astype(np.int64))
     if axes is not None:
-        return op.Cast(axes, to=_INT64)
+        return op.Cast(axes, to=INT64)
     shape = node.input(1).shape
     if shape is not None and isinstance(shape[0], int):
         return op.constant(np.arange(shape[0]))
     return op.Range(0, op.Size(node.input(1)), 1)
-
-
-_INT64 = 7  # TensorProto.INT64
 
 
 def _static_pads(node: ForwardNode) -> list[int] | None:

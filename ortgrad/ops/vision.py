@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.protos import INT64
 from ortgrad.ops._sampling import sample
 from ortgrad.ops._windows import explicit_pads, per_dimension
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-_INT64 = 7
 
 
 @gradient("LRN")
@@ -196,7 +195,7 @@ class _Reads:
             most = op.ReduceMax(
                 op.Concat(op.Reshape(count, [-1]), op.CastLike([1], rois), axis=0), keepdims=0
             )
-            numbers = op.Range(0, op.Cast(most, to=_INT64), 1)
+            numbers = op.Range(0, op.Cast(most, to=INT64), 1)
             self.exists = op.Less(op.CastLike(numbers, rois), count)
             count = op.Max(count, 1.0)
         self.count = count
@@ -224,7 +223,7 @@ class _Reads:
         fraction = op.Sub(self.place, low)
         weights = op.Concat(*(op.Unsqueeze(part, [3]) for part in (op.Sub(1.0, fraction), fraction)), axis=3)
         weights = op.Mul(weights, op.CastLike(op.Unsqueeze(self.inside, [3]), weights))
-        pair = op.Add(op.Unsqueeze(op.Cast(low, to=_INT64), [3]), [0, 1])
+        pair = op.Add(op.Unsqueeze(op.Cast(low, to=INT64), [3]), [0, 1])
         return op.Unsqueeze(op.Min(pair, op.Sub(self.size, 1)), axes), op.Unsqueeze(weights, axes)
 
 

@@ -9,6 +9,7 @@ import onnx
 
 from ortgrad.dialects.training import is_training_operator
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
+from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.declaration import find_operator
 
 Kernels = Literal["python", "onnx", "auto"]
@@ -55,6 +56,5 @@ def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
         or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
         or is_training_operator(node.op_type, node.domain)
         or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")
-        or any(_has_gradients(g.node) for a in node.attribute for g in (a.g, *a.graphs))
-        for node in nodes
+        for node in all_nodes(nodes)
     )

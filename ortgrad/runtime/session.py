@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import onnxruntime
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
+from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.assertions import explain
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
@@ -103,12 +104,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         model = prepare_loaded(model, kernels, bodies=False)
-        if any(map(_is_gradient_node, _all_nodes(model.graph))):
+        if any(map(_is_gradient_node, all_nodes(model.graph.node))):
             register(options)
         self._monitor = Monitor(
             parallel=options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL,
             # How often a loop runs may be in the values that are fed.
-            steady=all(node.op_type != "Loop" for node in _all_nodes(model.graph)),
+            steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
         )
         if _FUSES_TOO_MUCH:
             # It makes a FusedMatMul of float64, for which it has no kernel.
@@ -203,15 +204,6 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         super().run_async(output_names, input_feed, checked, user_data, run_options)
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
-                for inner in (attribute.g, *attribute.graphs):
-                    yield from _all_nodes(inner)
-
-
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
     return bool(
         find_operator(node.op_type, node.domain) and any(a.name == CALL_ATTRIBUTE for a in node.attribute)
@@ -252,6 +244,6 @@ def _explain(model: onnx.ModelProto, error: Exception) -> None:
     ]
     if missing:
         raise ModelError(
-            f"nobody has these operators: {', '.join(missing)}. Register the library that "
+            f"unknown operators: {', '.join(missing)}. Register the library that "
             "holds them in sess_options, or add a function of that name to the model"
         ) from error
