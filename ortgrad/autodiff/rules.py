@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ortgrad.errors import RegistrationError
+from ortgrad.operators.declaration import find_anywhere
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -185,6 +186,12 @@ class ForwardNode:
     def attribute(self, name: str) -> Any:
         """An attribute as Python data, the schema's default if the node does not give it, else None."""
         return self.attributes.get(name)
+
+    def attributes_for(self, op_type: str) -> dict[str, Any]:
+        """The attributes that a gradient operator declares as well, to pass them on to it."""
+        declared = find_anywhere(op_type)
+        assert declared is not None, op_type
+        return {name: self.attributes[name] for name in declared.attributes if name in self.attributes}
 
     def rank(self, i: int = 0) -> int:
         """The number of dimensions of the i-th input."""

@@ -145,7 +145,7 @@ class Operator:
     types: dict[str, tuple[str, ...]]
     kernel: Kernel
     shapes: Callable[..., Sequence[Shape | None]]
-    auto: Way | Callable[..., Way]
+    auto: Way
     builder_name: str  # of the node builder in ortgrad.nodes, e.g. conv_grad
     doc: str
     dims: Dims
@@ -239,7 +239,7 @@ def operator(
     dims: Dims | None = None,
     attributes: Mapping[str, Any] | None = None,
     types: Mapping[str, Sequence[str]] | None = None,
-    auto: Way | Callable[..., Way] = "onnx",
+    auto: Way = "onnx",
     forward_attributes: Sequence[str] = (),
     domain: str = DOMAIN,
 ) -> Callable[[Kernel], Operator]:
@@ -255,9 +255,9 @@ def operator(
     (None for an absent one) and the attributes that returns one shape per output. `dims` says what the
     shapes of the inputs must satisfy, as patterns (see ortgrad.operators.contract) or as a function of the
     attributes that returns them. A kernel sees no others; what patterns cannot say, it checks itself, and
-    the body does so with `op.require`. `auto` says which way was measured faster, or is a function of the
-    arguments of `shapes` that does. `forward_attributes` are those of the forward operator that
-    onnxruntime-training copies onto the node although they say nothing there.
+    the body does so with `op.require`. `auto` says which way was measured faster.
+    `forward_attributes` are those of the forward operator that onnxruntime-training copies onto the node
+    although they say nothing there.
     """
     key = (domain, name)
     if key in _operators:
