@@ -50,7 +50,8 @@ def write_in_standard_onnx(model: ir.Model) -> bool:
         op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
         foreign = Foreign(node)
         try:
-            results = _translations[node.op_type](op, foreign)
+            with op.arithmetic():
+                results = _translations[node.op_type](op, foreign)
         except NodeError as error:
             raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
         put_in_place(node, foreign.computed_again, op, results)
@@ -142,19 +143,19 @@ def _scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     x = node.input(0)
     # One element may come as a vector, which must not give a scalar another rank.
     scale = op.CastLike(op.Reshape(node.input(1), np.zeros(0, np.int64)), x)
-    return [op.Div(x, scale) if node.attribute("scale_down", 0) else op.Mul(x, scale)]
+    return [x / scale if node.attribute("scale_down", 0) else x * scale]
 
 
 @_translation("ScaledSum")
 def _scaled_sum(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     count = sum(node.optional(i) is not None for i in range(3))
-    return [op.Sum(*(op.Mul(node.input(i), node.attribute(f"scale_{i}")) for i in range(count)))]
+    return [op.Sum(*(node.input(i) * node.attribute(f"scale_{i}") for i in range(count)))]
 
 
 @_translation("BatchScale")
 def _batch_scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     count = len(node.node.outputs)
-    return [op.Mul(node.input(0), node.attribute(f"scale_{i}")) for i in range(count)]
+    return [node.input(0) * node.attribute(f"scale_{i}") for i in range(count)]
 
 
 @_translation("BroadcastGradientArgs")
@@ -166,7 +167,7 @@ def _broadcast_gradient_args(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     # An axis that is not there at all is stretched in any case.
     missing = np.array([-1], np.int64)
     a, b = (
-        op.Concat(op.Expand(missing, op.Sub(rank, own)), shape, axis=0)
+        op.Concat(op.Expand(missing, rank - own), shape, axis=0)
         for shape, own in zip(shapes, ranks, strict=True)
     )
 
@@ -187,7 +188,7 @@ def _zero_gradient(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 @_translation("InPlaceAccumulator")
 def _in_place_accumulator(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     old, update = node.input(0), node.optional(2)
-    total = op.Add(old, op.CastLike(node.input(1), old))
+    total = old + op.CastLike(node.input(1), old)
     return [total if update is None else op.Where(update, total, old)]
 
 
@@ -198,7 +199,7 @@ def _pass_through(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 
 @_translation("BiasFastGeluGrad_dX")
 def _bias_fast_gelu_grad_d_x(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    return [op.FastGeluGrad(node.input(0), op.Add(node.input(1), node.input(2)))]
+    return [op.FastGeluGrad(node.input(0), node.input(1) + node.input(2))]
 
 
 @_translation("DivGrad")
@@ -238,7 +239,7 @@ def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: Foreign) -> Se
         ignore_index=_ignored(node, 4),
     )
     d_logits, bias = _in_output_type(op, node, d_logits), node.optional(5)
-    return [d_logits if bias is None else op.Add(d_logits, bias)]
+    return [d_logits if bias is None else d_logits + bias]
 
 
 def _ignored(node: Foreign, i: int) -> int | None:
@@ -262,15 +263,15 @@ def _in_output_type(op: Recorder, node: Foreign, value: ir.Value) -> ir.Value:
 def _softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     """The loss of labels that are distributions over the classes, which are along the last axis."""
     log_prob = op.LogSoftmax(node.input(0), axis=-1)
-    total = op.Neg(op.ReduceSum(op.Mul(node.input(1), log_prob), keepdims=0))
-    return op.Div(total, _rows(op, node, log_prob)), log_prob
+    total = -op.ReduceSum(node.input(1) * log_prob, keepdims=0)
+    return total / _rows(op, node, log_prob), log_prob
 
 
 @_translation("SoftmaxCrossEntropyGrad")
 def _softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     log_prob = node.input(1)
-    factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob))
-    return [op.Mul(op.Sub(op.Exp(log_prob), node.input(2)), factor)]
+    factor = op.Reshape(node.input(0), np.zeros(0, np.int64)) / _rows(op, node, log_prob)
+    return [(op.Exp(log_prob) - node.input(2)) * factor]
 
 
 @_translation("SparseSoftmaxCrossEntropy")
@@ -278,20 +279,20 @@ def _sparse_softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Va
     """The loss of labels that are numbers of classes along the last axis; each sample has a weight."""
     log_prob, label, weight = op.LogSoftmax(node.input(0), axis=-1), node.input(1), node.optional(2)
     chosen = op.GatherElements(log_prob, op.Unsqueeze(label, [-1]), axis=-1)
-    losses = op.Neg(op.Squeeze(chosen, [-1]))
-    total = op.ReduceSum(losses if weight is None else op.Mul(losses, weight), keepdims=0)
-    return op.Div(total, _rows(op, node, log_prob, weight)), log_prob
+    losses = -op.Squeeze(chosen, [-1])
+    total = op.ReduceSum(losses if weight is None else losses * weight, keepdims=0)
+    return total / _rows(op, node, log_prob, weight), log_prob
 
 
 @_translation("SparseSoftmaxCrossEntropyGrad")
 def _sparse_softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     log_prob, label, weight = node.input(1), node.input(2), node.optional(3)
-    factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob, weight))
+    factor = op.Reshape(node.input(0), np.zeros(0, np.int64)) / _rows(op, node, log_prob, weight)
     if weight is not None:
-        factor = op.Mul(op.Unsqueeze(weight, [-1]), factor)
+        factor = op.Unsqueeze(weight, [-1]) * factor
     p, index = op.Exp(log_prob), op.Unsqueeze(label, [-1])
-    one_less = op.Sub(op.GatherElements(p, index, axis=-1), 1.0)
-    return [op.Mul(op.ScatterElements(p, index, one_less, axis=-1), factor)]
+    one_less = op.GatherElements(p, index, axis=-1) - 1.0
+    return [op.ScatterElements(p, index, one_less, axis=-1) * factor]
 
 
 def _rows(op: Recorder, node: Foreign, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:

@@ -44,6 +44,9 @@ class Recorder(ir.tape.Tape):
     same operands is recorded once. An operator that neither ONNX nor ortgrad has is an error, unless its
     domain is given: `op.Inverse(x, _domain="com.microsoft")`.
 
+    A rule passes the attributes of its node on with `op.SoftmaxGrad_13(dy, y, **node.attributes)`; those that
+    the gradient operator declares as `forward_attributes` are left out.
+
     Among the operands, None is an absent input, a float is a constant of the element type of the
     first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
     """
@@ -75,11 +78,12 @@ class Recorder(ir.tape.Tape):
         if op_type == "CastLike" and inputs[1] is not None and inputs[1].dtype is not None:
             # onnxruntime has no kernel for it, and warns where it would fold constants.
             return self._record("Cast", inputs[0], to=int(inputs[1].dtype))
-        attributes = {k: v for k, v in attributes.items() if v is not None}
+        gradient = _declared(op_type, _domain)
+        dropped = gradient.forward_attributes if gradient else ()
+        attributes = {k: v for k, v in attributes.items() if v is not None and k not in dropped}
         key = (op_type, _domain, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
         if key in self._recorded:
             return self._recorded[key]
-        gradient = _declared(op_type, _domain)
         if gradient is None and not _domain and not onnx.defs.has(op_type, self.opset):
             raise _unknown_operator(op_type, self.opset)
         domain = gradient.domain if gradient else _domain

@@ -10,6 +10,8 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.operators.declaration import DOMAIN
+from ortgrad.ops._types import is_half
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
 
@@ -31,9 +33,9 @@ def attention_gradient(node: ForwardNode) -> Gradients:
 class _Attention:
     """Y = P V with P = softmax(cap(scale Q K') + mask), and its gradients.
 
-    P comes from the forward node, so every way of masking is the forward's business: what is masked
-    has P = 0, and the gradient of a softmax is 0 there. Query heads that share a key are rows
-    of one matrix, so that the products below add up their gradients.
+    P is an output of the forward node, so the masks need no attention here: what is masked has P = 0, and
+    the gradient of a softmax is 0 there. Query heads that share a key are rows of one matrix, so that the
+    products below add up their gradients.
     """
 
     def __init__(self, node: ForwardNode) -> None:
@@ -65,7 +67,7 @@ class _Attention:
             ds = op.SoftmaxGrad_13(ds, self.p, axis=-1)
         if d_qk is not None and self.mode == _BIASED:
             # Masked scores are -inf, or the lowest number, whatever Q and K are.
-            lowest = -3e4 if d_qk.dtype is not None and d_qk.dtype.itemsize == 2 else -1e30
+            lowest = -3e4 if is_half(d_qk) else -1e30
             d_qk = op.Where(op.Less(self._group_scores(node.output(3)), lowest), 0.0, d_qk)
         ds = self._with(ds, d_qk, _BIASED)
         mask = node.optional(3)
@@ -75,15 +77,15 @@ class _Attention:
         cap = node.attribute("softcap")
         if ds is not None and cap:
             scores = op.MatMul(self._group(self.q), op.Transpose(self.k, perm=_SWAPPED))
-            t = op.Tanh(op.Mul(scores, op.Div(self._scale(), cap)))
-            ds = op.Mul(ds, op.Sub(1.0, op.Mul(t, t)))
+            t = op.Tanh(scores * (self._scale() / cap))
+            ds = ds * (1.0 - t * t)
         ds = self._with(ds, d_qk, _SCALED)
         dq = dk = None
         if ds is not None:
             dq = zero_if_empty(op, op.MatMul(ds, self.k), self.k, -2)
-            dq = op.Mul(dq, self._scale())
+            dq = dq * self._scale()
             dk = self._over_queries(op.MatMul(op.Transpose(ds, perm=_SWAPPED), self._group(self.q)))
-            dk = op.Mul(dk, self._scale())
+            dk = dk * self._scale()
             dq = self._merge(self._ungroup(dq))
         dk, d_past_key = self._parts(self._plus(dk, node.optional_grad(1)), 4)
         dv, d_past_value = self._parts(self._plus(dv, node.optional_grad(2)), 5)
@@ -125,7 +127,7 @@ class _Attention:
     def _plus(self, grad: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
         if grad is None or other is None:
             return other if grad is None else grad
-        return self.op.Add(grad, other)
+        return grad + other
 
     def _split(self, value: ir.Value, heads: int | None) -> ir.Value:
         """[batch, head, length, width], from [batch, length, head * width] if need be."""
@@ -169,7 +171,6 @@ class _Attention:
         )
 
     def _mask_grad(self, ds: ir.Value, mask: ir.Value) -> ir.Value:
-
         op = self.op
         ds = self._ungroup(ds)
         # A mask may end before the keys do.
@@ -191,15 +192,15 @@ def _dim(value: ir.Value, axis: int) -> int | None:
 
 
 @gradient("RotaryEmbedding")
-def rotary_embedding_gradient(node: ForwardNode) -> Gradients:
+def rotary_embedding_gradient(node: ForwardNode) -> ir.Value | Gradients:
     # A rotation is undone by the one with the opposite angle.
     op, dy, positions = node.op, node.grad(0), node.optional(3)
-    dx = op.RotaryEmbedding(dy, node.input(1), op.Neg(node.input(2)), positions, **node.attributes)
+    dx = op.RotaryEmbedding(dy, node.input(1), -node.input(2), positions, **node.attributes)
     if not (node.wants(1) or node.wants(2)):
-        return (dx,)
+        return dx
     (x1, x2), (d1, d2) = _pairs(node, node.input(0)), _pairs(node, dy)
-    d_cos = op.ReduceSum(op.Add(op.Mul(d1, x1), op.Mul(d2, x2)), [2], keepdims=0)
-    d_sin = op.ReduceSum(op.Sub(op.Mul(d2, x1), op.Mul(d1, x2)), [2], keepdims=0)
+    d_cos = op.ReduceSum(d1 * x1 + d2 * x2, [2], keepdims=0)
+    d_sin = op.ReduceSum(d2 * x1 - d1 * x2, [2], keepdims=0)
     if positions is None:
         return dx, d_cos, d_sin
     shape = op.shape_of(node.input(1))
@@ -221,13 +222,9 @@ def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
     return first, second
 
 
-@gradient("RotaryEmbedding", domain="com.microsoft")
-def rotary_embedding_gradient_of_node(node: ForwardNode) -> Gradients:
-    op = node.op
+@gradient("RotaryEmbedding", domain=DOMAIN)
+def contrib_rotary_embedding_gradient(node: ForwardNode) -> ir.Value:
     if node.wants(2) or node.wants(3):
-        raise node.unsupported("a gradient towards its caches is not known; use RotaryEmbedding of ai.onnx")
-    sin = op.Neg(node.input(3))
-    dx = op.RotaryEmbedding(
-        node.grad(0), node.input(1), node.input(2), sin, _domain="com.microsoft", **node.attributes
-    )
-    return (dx,)
+        raise node.unsupported("its caches have no gradient; use RotaryEmbedding of ai.onnx")
+    positions, cos, sin = node.input(1), node.input(2), node.input(3)
+    return node.op.RotaryEmbedding(node.grad(0), positions, cos, -sin, _domain=DOMAIN, **node.attributes)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.ops._sampling import sample
@@ -13,7 +14,6 @@ from ortgrad.ops._sampling import sample
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FLOAT, _INT64 = 1, 7
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 # Nearest neighbours of whole factors that repeat every element: (coordinates, rounding).
 _REPEATING = {
@@ -28,7 +28,7 @@ _REPEATING = {
 
 
 @gradient("Resize")
-def resize_gradient(node: ForwardNode) -> Gradients:
+def resize_gradient(node: ForwardNode) -> ir.Value:
     """dX = dY times the transposed matrix of the interpolation, axis by axis"""
     op, dx = node.op, node.grad(0)
     axes = [axis % node.rank() for axis in node.attribute("axes") or range(node.rank())]
@@ -36,10 +36,10 @@ def resize_gradient(node: ForwardNode) -> Gradients:
     repeated = _whole_factors(node, factors)
     if repeated is not None:
         if not repeated:
-            return (dx,)
+            return dx
         kernel = [repeated.get(axis, 1) for axis in range(2, node.rank())]
         mean = op.AveragePool(dx, kernel_shape=kernel, strides=kernel)
-        return (op.Mul(mean, float(math.prod(kernel))),)
+        return mean * float(math.prod(kernel))
     for axis in sorted(axes, reverse=True):
         if factors[axis] == 1.0:
             continue
@@ -56,7 +56,7 @@ def resize_gradient(node: ForwardNode) -> Gradients:
             kept = [0] * (axis + 1)
             dx = op.MatMul(matrix, op.Reshape(dx, [*kept, -1]))
             dx = op.Reshape(dx, _behind(node, kept))
-    return (dx,)
+    return dx
 
 
 def _behind(node: ForwardNode, kept: list[int]) -> ir.Value:
@@ -129,10 +129,10 @@ def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
     }
     known = x.shape[axis] if x.shape is not None else None
     places = op.Range(0, known if isinstance(known, int) else op.Gather(op.Shape(x), axis), 1)
-    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=_FLOAT)
+    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=TensorProto.FLOAT)
     roi = None
     if same["coordinate_transformation_mode"] == "tf_crop_and_resize" and node.optional(1) is not None:
-        window = op.Cast(node.input(1), to=_FLOAT)
+        window = op.Cast(node.input(1), to=TensorProto.FLOAT)
         start, end = (op.Gather(window, [k]) for k in (number, len(axes) + number))
         roi = op.Concat(start, np.zeros(1, np.float32), end, np.ones(1, np.float32), axis=0)
         # Places outside of X give extrapolation_value, which does not depend on X.
@@ -141,11 +141,11 @@ def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
     copies = _copies(node)
     if _has_policy(node):
         unit = op.Pad(unit, [0, 0, 0, 1], mode="edge")
-        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=_FLOAT), axis=0)
+        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=TensorProto.FLOAT), axis=0)
     elif node.optional(3) is not None:
         sizes = op.Concat(op.Gather(node.input(3), [number]), copies, axis=0)
     else:
-        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=_FLOAT), axis=0)
+        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=TensorProto.FLOAT), axis=0)
     resized = op.Resize(op.Unsqueeze(unit, [0, 3]), roi, scales, sizes, axes=[2, 3], **same)
     if _has_policy(node):
         length = op.Shape(node.output(0), start=axis, end=axis + 1)
@@ -167,7 +167,7 @@ def _copies(node: ForwardNode) -> ir.Value:
     changed = any(isinstance(n, int) and isinstance(m, int) and n != m for n, m in dims)
     if changed or (scales is not None and ((scales < 1) | (scales >= 2)).any()):
         return op.constant(np.array([2], np.int64))
-    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=_INT64)
+    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=TensorProto.INT64)
     return op.Sub([2], op.ReduceProd(equal, keepdims=1))
 
 
@@ -184,8 +184,8 @@ def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> 
             f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
             "asymmetric only, without antialias and exclude_outside"
         )
-    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=_FLOAT)
-    factors = op.Div(op.Cast(node.input(3), to=_FLOAT), lengths)
+    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=TensorProto.FLOAT)
+    factors = op.Cast(node.input(3), to=TensorProto.FLOAT) / lengths
     return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
 
 
@@ -199,10 +199,8 @@ def grid_sample_gradient(node: ForwardNode) -> Gradients:
     order = list(range(rank - 1, -1, -1))
     lengths = op.CastLike(op.Gather(op.Shape(x, start=2), order), grid)
     points = op.Reshape(grid, [0, -1, rank])
-    if align:
-        coordinates = op.Mul(op.Div(op.Add(points, 1.0), 2.0), op.Sub(lengths, 1.0))
-    else:
-        coordinates = op.Div(op.Sub(op.Mul(op.Add(points, 1.0), lengths), 1.0), 2.0)
+    moved = points + 1.0
+    coordinates = moved / 2.0 * (lengths - 1.0) if align else (moved * lengths - 1.0) / 2.0
     # onnxruntime reads at the border what is not finite, or no whole number can hold.
     short = grid.dtype is not None and grid.dtype.itemsize < 4
     finite = op.Less(op.Abs(coordinates), math.inf if short else 2.0**62)
@@ -211,18 +209,18 @@ def grid_sample_gradient(node: ForwardNode) -> Gradients:
     dy = op.Transpose(op.Reshape(node.grad(0), [0, 0, -1]), perm=[0, 2, 1])
     dgrid = None
     if mode != "nearest" and node.wants(1):
-        scale = op.Div(op.Sub(lengths, 1.0) if align else lengths, 2.0)
+        scale = (lengths - 1.0 if align else lengths) / 2.0
         by_coordinates = samples.grad_of_coordinates(dy)
         if x.dtype != grid.dtype:
             by_coordinates = op.CastLike(by_coordinates, grid)
-        moved = op.Mul(by_coordinates, scale)
-        dgrid = op.Reshape(op.Where(finite, moved, 0.0), op.shape_of(grid), allowzero=1)
+        by_points = op.Where(finite, by_coordinates * scale, 0.0)
+        dgrid = op.Reshape(by_points, op.shape_of(grid), allowzero=1)
     dx = op.Transpose(samples.grad_of_rows(dy), perm=[0, 2, 1])
     return op.Reshape(dx, op.shape_of(x), allowzero=1), dgrid
 
 
 @gradient("AffineGrid")
-def affine_grid_gradient(node: ForwardNode) -> Gradients:
+def affine_grid_gradient(node: ForwardNode) -> ir.Value:
     """dtheta = dY^T times the grid of the identity, with ones"""
     op, theta = node.op, node.input(0)
     shape = node.output(0).shape
@@ -234,4 +232,4 @@ def affine_grid_gradient(node: ForwardNode) -> Gradients:
     base = op.AffineGrid(op.constant(identity), size, align_corners=node.attribute("align_corners"))
     places = op.Pad(op.Reshape(base, [-1, rank]), [0, 0, 0, 1], op.number(1.0, theta))
     dy = op.Reshape(node.grad(0), [0, -1, rank])
-    return (op.MatMul(op.Transpose(dy, perm=[0, 2, 1]), places),)
+    return op.MatMul(op.Transpose(dy, perm=[0, 2, 1]), places)
