@@ -10,6 +10,7 @@ from ortgrad.errors import (
     NodeError,
     OrtgradError,
     RegistrationError,
+    StoppedGradientWarning,
     UnsupportedGradientError,
     WrongGradientError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "NodeError",
     "OrtgradError",
     "RegistrationError",
+    "StoppedGradientWarning",
     "UnsupportedGradientError",
     "WrongGradientError",
     "build_gradient_model",

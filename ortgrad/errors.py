@@ -25,6 +25,10 @@ class UnsupportedGradientError(OrtgradError, NotImplementedError):
     """Nodes between `wrt` and `of` cannot be differentiated; the text lists all of them."""
 
 
+class StoppedGradientWarning(UserWarning):
+    """A gradient is zero because every path between `wrt` and `of` ends at an operator without one."""
+
+
 class WrongGradientError(OrtgradError, AssertionError):
     """Gradients disagree with finite differences; the text shows by how much."""
 

@@ -16,7 +16,7 @@ import onnx
 from onnx import helper
 
 from ortgrad.errors import NodeError
-from ortgrad.operators.call import EMPTY_PREFIX, Call
+from ortgrad.operators.call import EMPTY_PREFIX, make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, all_operators, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
 
@@ -88,21 +88,15 @@ def _make_node(
             raise NodeError(f"{operator.name} needs its input {parameter.name}")
         empty = dtype if parameter.type == "T" else operator.types.get(parameter.type, [parameter.type])[0]
         names.append(value or EMPTY_PREFIX + empty)
-    complete = operator.complete(attributes)
-    call = Call(
-        operator,
-        name,
-        complete,
-        tuple(bool(inputs.get(parameter.name)) for parameter in operator.inputs),
-        tuple(bool(value) for value in results),
-    )
+    present = [bool(inputs.get(parameter.name)) for parameter in operator.inputs]
+    call = make_call(operator, name, attributes, present, [bool(value) for value in results])
     return helper.make_node(
         operator.name,
         names,
         [v or f"{name}.unused.{s.name}" for s, v in zip(operator.outputs, results, strict=True)],
         name=name,
         domain=operator.domain,
-        **{k: v for k, v in complete.items() if v is not None},
+        **{k: v for k, v in call.attributes.items() if v is not None},
         **{CALL_ATTRIBUTE: call.to_json()},
     )
 

@@ -320,6 +320,7 @@ def test_what_rounding_hides_is_not_judged() -> None:
         check_.raise_if_wrong()
 
 
+@pytest.mark.filterwarnings("ignore::ortgrad.StoppedGradientWarning")
 @pytest.mark.parametrize(
     "nodes",
     [
@@ -495,3 +496,30 @@ def test_derivatives_know_their_error() -> None:
     stairs = derivative(lambda t: np.array([np.round(t + 0.3, 2)]), steps, 1e-16)
     assert stairs.value == 0 and stairs.error < 1e-6
     assert derivative(lambda t: np.array([np.round(t, 2)]), steps, 1e-16, plateaus=True).error == np.inf
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_the_reference_normalizes_all_channels(size: int) -> None:
+    """onnx's own LRN leaves out channels: little beside the constant here, but all of the slope."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> g (float[1, 6, 3, 3] x) => (float[1, 6, 3, 3] y) {{
+            n = LRN<size = {size}, alpha = 0.01>(x)
+            s = Sub(n, x)
+            c = Constant<value_float = 50.0>()
+            y = Add(s, c)
+        }}"""
+    )
+    result = ortgrad.check_gradients(model)
+    assert result.forward == "float64 on onnx.reference"
+    result.raise_if_wrong()
+
+
+def test_a_size_of_minus_one_is_drawn() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 3] x) => (float[M, 3] y) { y = Mul(x, x) }'
+    )
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+    result = ortgrad.check_gradients(model)
+    assert result.judged
+    result.raise_if_wrong()

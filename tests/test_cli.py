@@ -16,8 +16,8 @@ from onnx import numpy_helper
 
 import ortgrad
 from ortgrad.check import gradients as check
-from ortgrad.cli import demo, main
 from ortgrad.cli import commands as cli
+from ortgrad.cli import demo, main
 from ortgrad.cli.progress import Progress
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support import KERNELS, assert_close, directional_derivative, run_node
 
 import ortgrad
-from ortgrad.ops.conv import conv
 from ortgrad.ops._windows import windows
+from ortgrad.ops.conv import conv
 
 CONVOLUTIONS = {
     1: torch.nn.functional.conv1d,
@@ -173,6 +173,87 @@ def test_body_with_known_shapes(case: str) -> None:
     result = run_node(node, feeds, "onnx", shapes=shapes)
     for name, gradient in expected(feeds, attributes).items():
         assert_close(result[name], gradient, 1e-5)
+
+
+# X, W, attributes: more taps than a body is written for one by one.
+LARGE: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "1d": ([2, 3, 90], [4, 3, 64], {}),
+    "1d filters for spectra": ([1, 1, 4096], [8, 1, 1024], {"strides": [160]}),
+    "1d padded, rows left over": ([3, 2, 211], [5, 2, 80], {"strides": [7], "pads": [40, 33]}),
+    "1d strided and dilated": ([2, 2, 400], [3, 2, 60], {"strides": [3], "dilations": [5], "pads": [9, 2]}),
+    "1d of the size of X": ([2, 3, 2000], [2, 3, 2000], {}),
+    "1d groups": ([2, 6, 200], [9, 2, 70], {"group": 3, "strides": [2], "pads": [3, 4]}),
+    "1d SAME_UPPER": ([2, 2, 150], [3, 2, 64], {"auto_pad": "SAME_UPPER", "strides": [10]}),
+    "1d SAME_LOWER": ([1, 2, 151], [3, 2, 65], {"auto_pad": "SAME_LOWER", "strides": [4], "dilations": [2]}),
+    "1d VALID": ([1, 2, 150], [3, 2, 64], {"auto_pad": "VALID", "strides": [4]}),
+    "1d empty batch": ([0, 4, 150], [6, 2, 64], {"group": 2, "strides": [4]}),
+    "2d patches": ([2, 3, 32, 48], [8, 3, 16, 16], {"strides": [16, 16]}),
+    "2d depthwise": ([1, 4, 20, 17], [4, 1, 15, 13], {"group": 4, "pads": [7, 6, 7, 6]}),
+    "2d groups, two each": (
+        [2, 4, 25, 30],
+        [4, 2, 9, 9],
+        {"group": 2, "strides": [2, 3], "dilations": [2, 1], "pads": [1, 2, 3, 0]},
+    ),
+    "2d SAME_LOWER": ([2, 2, 21, 20], [3, 2, 8, 11], {"auto_pad": "SAME_LOWER", "strides": [2, 3]}),
+    "2d one long axis": ([2, 2, 3, 200], [3, 2, 1, 128], {"strides": [2, 5], "pads": [0, 64, 1, 0]}),
+    "2d empty batch": ([0, 4, 16, 15], [6, 2, 9, 9], {"group": 2, "strides": [2, 1], "pads": [1, 1, 1, 1]}),
+    "3d": ([2, 2, 9, 8, 10], [3, 2, 4, 4, 5], {"pads": [1, 0, 1, 1, 1, 0]}),
+    "3d strided, groups": (
+        [1, 4, 12, 13, 14],
+        [4, 2, 5, 3, 4],
+        {"group": 2, "strides": [2, 1, 3], "dilations": [1, 2, 1]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("kernels", "known"), [("python", False), ("onnx", False), ("auto", True)])
+@pytest.mark.parametrize("case", LARGE)
+def test_large_kernels(case: str, kernels: str, known: bool) -> None:
+    x_shape, w_shape, attributes = LARGE[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
+    gradients = expected(feeds, attributes)
+    shapes = {name: list(array.shape) for name, array in feeds.items()} if known else None
+    for dtype, tolerance in (("float32", 2e-5), ("float64", 1e-12)):
+        cast = {name: array.astype(dtype) for name, array in feeds.items()}
+        result = run_node(node_for(cast, attributes), cast, kernels, shapes=shapes)
+        for name, gradient in gradients.items():
+            assert_close(result[name], gradient.astype(dtype), tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bodies_for_many_taps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of the body that large kernels have, for kernels of any size."""
+    monkeypatch.setattr(conv, "_MANY_TAPS", 0)
+    x_shape, w_shape, attributes = CASES[case]
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
+    gradients = expected(feeds, attributes)
+    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-12)):
+        cast = {name: array.astype(dtype) for name, array in feeds.items()}
+        result = run_node(node_for(cast, attributes), cast, "onnx")
+        for name, gradient in gradients.items():
+            assert_close(result[name], gradient.astype(dtype), tolerance)
+
+
+def test_four_spatial_dimensions() -> None:
+    """Of a kernel with many taps, against sums written out; PyTorch has no such convolution."""
+    random = np.random.default_rng(3)
+    x, w = random.standard_normal((2, 2, 5, 4, 4, 6)), random.standard_normal((3, 2, 3, 3, 3, 3))
+    dy = random.standard_normal((2, 3, 2, 2, 2, 2))
+    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    for o in np.ndindex(2, 2, 2, 2):
+        window = (
+            slice(None),
+            slice(None),
+            *(slice(a * s, a * s + 3) for a, s in zip(o, (2, 1, 1, 3), strict=True)),
+        )
+        out = dy[(slice(None), slice(None), *o)]
+        dw += np.einsum("nm,ncabde->mcabde", out, x[window])
+        dx[window] += np.einsum("nm,mcabde->ncabde", out, w)
+    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-12)):
+        feeds = {name: a.astype(dtype) for name, a in (("dY", dy), ("X", x), ("W", w))}
+        result = run_node(node_for(feeds, {"strides": [2, 1, 1, 3]}), feeds, "onnx")
+        assert_close(result["dW"], dw.astype(dtype), tolerance)
+        assert_close(result["dX"], dx.astype(dtype), tolerance)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

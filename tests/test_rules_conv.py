@@ -109,6 +109,14 @@ def test_second_derivatives(op_type: str) -> None:
 
 
 @pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
+def test_second_derivatives_of_large_kernels(op_type: str) -> None:
+    """Towards W this is a convolution itself, with a kernel whose size is not known before the run."""
+    attributes = {"strides": [3], "pads": [5, 2], "kernel_shape": [51], "group": 2}
+    inputs: list[np.ndarray | None] = [normal(2, 2, 60), normal(2, 1, 51, seed=1)]
+    check_rule(op_type, inputs, attributes, second=True)
+
+
+@pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
 def test_without_bias_in_newest_opset(op_type: str) -> None:
     check_rule(op_type, [normal(2, 2, 5, 4), normal(2, 2, 3, 2, seed=1)], opset=22, symbolic=False)
 

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx import parser
 from rule_support import check_against_torch, check_rule, gradients, one_node
 from torch.nn import functional
+
+import ortgrad
 
 
 def normal(*shape: int, seed: int = 0, dtype: type = np.float32) -> np.ndarray:
@@ -148,3 +151,24 @@ def test_newer_opsets(opset: int) -> None:
         check_rule(op_type, [apart(1, 2, 5, 5)], attributes, opset=opset)
     for op_type in ("GlobalMaxPool", "GlobalAveragePool"):
         check_rule(op_type, [apart(1, 2, 5, 5)], opset=opset)
+
+
+@pytest.mark.parametrize("kernels", ["python", "onnx", "auto"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 5), (5, 2), (5, 2, 4)])
+@pytest.mark.parametrize(
+    ("op_type", "extra"), [("AveragePool", ""), ("AveragePool", ", count_include_pad = 1"), ("LpPool", "")]
+)
+def test_outputs_that_turn_out_empty(op_type: str, extra: str, sizes: tuple[int, ...], kernels: str) -> None:
+    """One element less than a window, and the output of a pool of onnxruntime is empty; dX is 0."""
+    rank = len(sizes)
+    x, y = (", ".join(f"{name}{i}" for i in range(rank)) for name in "xy")
+    text = f"""<ir_version: 10, opset_import: ["" : 18]> main (float[N, C, {x}] x) => (float[N, C, {y}] y) {{
+        y = {op_type}<kernel_shape = {[3] * rank}{extra}>(x)
+    }}"""
+    built = ortgrad.build_gradient_model(parser.parse_model(text), wrt="x")
+    session = ortgrad.InferenceSession(built, kernels=kernels)
+    for shape in [(2, 3, *sizes), (2, 3, *(n + 1 for n in sizes))]:
+        dy = np.ones((2, 3, *(n - 2 for n in shape[2:])), np.float32)
+        (dx,) = session.run(["x_grad"], {"x": np.ones(shape, np.float32), "y_grad": dy})
+        assert dx.shape == shape
+        assert dx.any() == bool(dy.size)

@@ -94,3 +94,25 @@ def test_networks_against_pytorch(name: str, kernels: str) -> None:
             assert grad is not None
             # onnxruntime-training gives a Gelu that is approximated by tanh the gradient of the exact one.
             assert_close(value, grad.numpy(), 1e-3 if name == "gpt" else 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "dropout"])
+def test_training_models_can_be_differentiated(name: str) -> None:
+    """Towards the weights once more, through whatever operators onnxruntime-training puts in the way."""
+    path, feeds, weights, expected = load(name)
+    model = onnx.load(path)
+    loss = model.graph.output[0].name
+    built = ortgrad.build_gradient_model(model, wrt=list(weights), of=loss)
+    session = ortgrad.InferenceSession(built)
+    made = [value.name for value in session.get_outputs()][-len(weights) :]
+    zeros = {
+        value.name: np.zeros([1 if isinstance(d, str) else d for d in value.shape], np.float32)
+        for value in session.get_inputs()
+        if value.name.endswith("accumulation.buffer")
+    }
+    known = {value.name for value in session.get_inputs()}
+    everything = {**feeds, **weights, **zeros, "lazy_reset_grad": np.array([False])}
+    results = session.run(made, {k: v for k, v in everything.items() if k in known})
+    for weight, result in zip(weights, results, strict=True):
+        if expected:
+            assert_close(result, expected[f"grad:{weight}"], 1e-5)

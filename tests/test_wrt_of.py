@@ -200,6 +200,7 @@ def test_names_inside_subgraphs_that_are_no_weights_or_not_unique() -> None:
         ("s = Cast <to = 7> (p) y = Expand(x, s)", [1.0, 1.0, 1.0], [3.0, 1.0, 1.0]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:the gradient of 'p' is zero")
 def test_what_is_fed_for_a_constant_counts(body: str, first: object, then: object) -> None:
     """A constant in `wrt` is no constant any more: feeding it is the same as having it in the model."""
     head = "(float[M, 4] x) => (float[P, Q] y) <bool[4] c = {1, 0, 1, 0}>"

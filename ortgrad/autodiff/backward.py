@@ -77,16 +77,20 @@ class BackwardPass:
             outputs, recorded = list(node.outputs), len(self.op.nodes)
             grads = [self.total(value) for value in outputs]
             name = node.name or next(value.name for value in outputs if value.name)
-            self.op.scope = f"{self._inside}{name}_grad"
-            try:
-                self._visit(node, grads)
-            except (UnsupportedError, NodeError) as error:
-                self.failures.append(Failure(node, str(error)))
-                # Go on with zeros, so that all that is not supported comes to light at once.
-                for value in dependencies(node):
-                    if value in self._active:
-                        self.seed(value, self.op.full_like(value, 0.0))
+            with self.op.scoped(f"{self._inside}{name}_grad"):
+                try:
+                    self._visit(node, grads)
+                except (UnsupportedError, NodeError) as error:
+                    self.failures.append(Failure(node, str(error)))
+                    # Go on with zeros, so that all that is not supported comes to light at once.
+                    for value in dependencies(node):
+                        if value in self._active:
+                            self.seed(value, self.op.full_like(value, 0.0))
             self.visits.append((node, list(self.op.nodes[recorded:])))
+
+    def has_gradient(self, value: ir.Value) -> bool:
+        """Whether anything has flowed back to a value."""
+        return value in self._contributions
 
     def total(self, value: ir.Value) -> ir.Value | None:
         """The gradient of a value, all contributions added up; None if there are none."""
@@ -95,8 +99,8 @@ class BackwardPass:
             return None
         name = f"{self._inside}{value.name}_grad"
         if len(parts) > 1:
-            self.op.scope = name
-            added = self.op.Add(*parts) if len(parts) == 2 else self.op.Sum(*parts)
+            with self.op.scoped(name):
+                added = self.op.Add(*parts) if len(parts) == 2 else self.op.Sum(*parts)
             self._contributions[value] = parts = [added]
         self._name(parts[0], name)
         return parts[0]

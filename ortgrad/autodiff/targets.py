@@ -12,9 +12,10 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import ModelError, NameNotFoundError
+from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import OF
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import FLOAT_TYPES, subgraphs, values_by_name
+from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs, values_by_name
 from ortgrad.operators.call import EMPTY_PREFIX
 
 # Operands that have a gradient, also by onnx's schema, but are not what anybody trains.
@@ -33,7 +34,11 @@ def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
     if of is None:
         found = [value for value in graph.outputs if value.dtype in FLOAT_TYPES]
         if not found:
-            raise ModelError("the model has no floating-point output to differentiate; name a value in of")
+            near = _floats_behind(graph.outputs)
+            advice = f", such as {near[0]!r}" if near else ""
+            raise ModelError(
+                f"the model has no floating-point output to differentiate; name a value in of{advice}"
+            )
         return found[:1]
     values = values_by_name(graph)
     for name in of:
@@ -41,6 +46,17 @@ def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
             raise NameNotFoundError(f"of={name!r} is not a value of the model{_where(name, graph, values)}")
         _require_float("of", values[name])
     return [values[name] for name in of]
+
+
+def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> ir.Model:
+    """Raise what `find_outputs` would, early, if the file declares that the outputs hold no floats."""
+    declared = [v.dtype for v in model.graph.outputs if of is None or v.name in of]
+    integers = [dtype is not None and dtype not in FLOAT_TYPES for dtype in declared]
+    if all(integers) if of is None else any(integers):
+        # Only for the advice: the types of the values that it may name.
+        infer_types(model)
+        find_outputs(model.graph, of)
+    return model
 
 
 def find_targets(
@@ -208,15 +224,29 @@ def _require_float(argument: str, value: ir.Value) -> None:
     allowed = FLOAT_TYPES if argument == "of" else {*FLOAT_TYPES, None}
     if value.dtype in allowed:
         return
-    producer = value.producer()
-    if value.dtype is not None or producer is None:
+    near = _floats_behind([value]) if argument == "of" else []
+    advice = f"; differentiate {near[0]!r}, from which it is computed" if near else ""
+    if value.dtype is not None or value.producer() is None:
         type_ = "unknown" if value.dtype is None else value.dtype.name.lower()
-        raise ModelError(f"{argument}={value.name!r} has element type {type_}, which has no gradient")
-    made_of = [v.name for v in producer.inputs if v is not None and v.dtype in FLOAT_TYPES]
-    advice = f"; differentiate what {producer.op_type} makes it of: {made_of[0]!r}" if made_of else ""
+        raise ModelError(f"{argument}={value.name!r} has element type {type_}, which has no gradient{advice}")
     raise ModelError(
         f"{argument}={value.name!r} is not known to be a tensor of numbers, so it has no gradient{advice}"
     )
+
+
+def _floats_behind(values: Iterable[ir.Value]) -> list[str]:
+    """The nearest floating-point results of nodes that the values are computed from."""
+    seen: set[ir.Value] = set()
+    level = list(values)
+    while level:
+        nodes = dict.fromkeys(node for value in level if (node := value.producer()) is not None)
+        level = list(dict.fromkeys(v for node in nodes for v in dependencies(node) if v not in seen))
+        seen.update(level)
+        found = [v for v in level if v.dtype in FLOAT_TYPES and v.producer() is not None]
+        found = [v for v in found if ir.convenience.get_const_tensor(v) is None]
+        if found:
+            return [value.name or "" for value in found]
+    return []
 
 
 def _where(name: str, graph: ir.Graph, names: Iterable[str]) -> str:

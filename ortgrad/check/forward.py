@@ -171,6 +171,16 @@ def _onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
 
 def _reference(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
     from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    class LRN(OpRun):
+        """onnx 1.23 normalizes as many channels as the batch has rows, and leaves the others as they are."""
+
+        def _run(self, x: np.ndarray, alpha: float, beta: float, bias: float, size: int) -> tuple[np.ndarray]:
+            before, after = (size - 1) // 2, size // 2
+            channels = range(x.shape[1])
+            sums = [np.sum(x[:, max(0, c - before) : c + after + 1] ** 2, axis=1) for c in channels]
+            return (x / (bias + alpha / size * np.stack(sums, axis=1)) ** beta,)
 
     # The gradient operators of training models become standard ones; that may add outputs.
     prepared = prepare_loaded(model, "onnx")
@@ -186,7 +196,7 @@ def _reference(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
         return {name: np.asarray(result) for name, result in zip(names, results, strict=True)}
 
     try:
-        evaluator = ReferenceEvaluator(prepared)
+        evaluator = ReferenceEvaluator(prepared, new_ops=[LRN])
     except Exception as error:
         raise CannotRunError(str(error)) from error
     return run

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -33,7 +35,7 @@ from ortgrad.check.forward import (
     values_of,
 )
 from ortgrad.check.randomness import describe, training_switches, with_fixed_draws, with_marked_draws
-from ortgrad.errors import ModelError, OrtgradError, WrongGradientError
+from ortgrad.errors import ModelError, OrtgradError, StoppedGradientWarning, WrongGradientError
 from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.metadata import names_in
 from ortgrad.graph.protos import FLOATS
@@ -172,7 +174,9 @@ def check_gradients(
     report = progress if progress is not None else lambda done, total, name: None
     report(0, len(targets), "building the gradient model")
     marked, fixed = with_marked_draws(proto, given)
-    built = build_gradient_model(marked, wrt=targets, of=outputs)
+    # Zeros surprise only where somebody asked for them.
+    with _silence() if wrt is None else nullcontext():
+        built = build_gradient_model(marked, wrt=targets, of=outputs)
     targets, outputs = names_in(built)
     marked = proto = _exposed(marked, targets, outputs)
     if fixed:
@@ -207,6 +211,14 @@ def check_gradients(
     )
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without the warning that gradients are zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StoppedGradientWarning)
+        yield
+
+
 def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:
     """The model with all that is differentiated among its outputs, and all weights among its initializers."""
     graph = proto.graph
@@ -214,7 +226,7 @@ def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[s
     known.update(name for node in graph.node if node.op_type != "Constant" for name in node.output)
     if known.issuperset(targets) and {value.name for value in graph.output}.issuperset(outputs):
         return proto
-    from ortgrad.pipelines.built import exposed  # onnx-ir takes a while to import
+    from ortgrad.pipelines.gradients import exposed  # onnx-ir takes a while to import
 
     return exposed(proto, targets, outputs)
 
@@ -265,7 +277,9 @@ def _gradients_in_double(
 ) -> list[_Gradients]:
     """The gradients of the model in double, if they can be built."""
     try:
-        built = build_gradient_model(in_double(marked), wrt=targets, of=outputs)
+        # What is to be said was said of the model in its own types.
+        with _silence():
+            built = build_gradient_model(in_double(marked), wrt=targets, of=outputs)
         return [_Gradients(with_fixed_draws(built), targets, kernels)]
     except OrtgradError:
         return []
@@ -614,8 +628,9 @@ def _draw(
         shape = []
         for dim in tensor.shape.dim:
             size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
-            shape.append(dim.dim_value if dim.HasField("dim_value") else size)
-        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST_INPUT:
+            # Exporters write -1 for a size that is not known.
+            shape.append(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else size)
+        if math.prod(shape) > LARGEST_INPUT:
             raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")
         if tensor.elem_type in FLOATS:
             drawn[value.name] = spread(generator, shape)
@@ -723,7 +738,8 @@ def _check_node(
     model = _model_of(item, proto, values)
     feeds = {value.name: values[value.name] for value in model.graph.input}
     try:
-        result = check(model, feeds, wrt=item.wrt, of=item.of)
+        with _silence():
+            result = check(model, feeds, wrt=item.wrt, of=item.of)
     except OrtgradError as error:
         return Row(name, np.nan, np.nan, one_line(error), judged=False)
     wrong = [row for row in result.rows if row.wrong]

@@ -6,12 +6,19 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ortgrad import __version__
-from ortgrad.errors import ModelError, OrtgradError, UnsupportedGradientError, WrongGradientError
+from ortgrad.errors import (
+    ModelError,
+    OrtgradError,
+    StoppedGradientWarning,
+    UnsupportedGradientError,
+    WrongGradientError,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own); returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", StoppedGradientWarning)
+            warnings.showwarning = _show_warning
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -59,6 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return BUG
     return code
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of `warnings.showwarning`: what is meant for the user needs no place in our code."""
+    text = f"ortgrad: warning: {message}\n"
+    if not issubclass(category, StoppedGradientWarning):
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)
 
 
 def _fail(message: str, code: int = FAILED) -> int:

@@ -13,21 +13,22 @@ from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies
+from ortgrad.passes.complete import complete
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.proven_shapes import infer_proven_shapes
 
-DOMAIN = "ai.onnx.preview.training"
+PREVIEW_TRAINING = "ai.onnx.preview.training"
 
 
-def expand_gradient_operator(model: ir.Model) -> bool:
-    """Replace every Gradient node of the main graph, in place; False if there is none.
+def expand_gradient_operator(model: ir.Model) -> ir.Model:
+    """Replace every Gradient node of the main graph.
 
     A Gradient node stands for the gradients of the tensor `y` with respect to the tensors `xs`, where
     the part of the graph that leads from `xs` and `zs` to `y` is evaluated on the node's inputs.
     A `y` that is no scalar is summed.
     """
     if not any(_is_gradient(node) for node in model.graph):
-        return False
+        return model
     model.graph.sort()
     declared = infer_proven_shapes(model)
     # One after the other: `y` may be a result of another Gradient node.
@@ -39,11 +40,11 @@ def expand_gradient_operator(model: ir.Model) -> bool:
             raise NodeError(f"Gradient node {node.name!r}: {error}") from error
     declared.restore_borders()
     RemoveUnusedOpsetsPass()(model)
-    return True
+    return complete(model, built=True)
 
 
 def _is_gradient(node: ir.Node) -> bool:
-    return node.op_type == "Gradient" and node.domain == DOMAIN
+    return node.op_type == "Gradient" and node.domain == PREVIEW_TRAINING
 
 
 def _expand(model: ir.Model, node: ir.Node) -> None:

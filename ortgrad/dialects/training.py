@@ -38,13 +38,16 @@ def training_operators() -> list[str]:
     return sorted(_translations)
 
 
-def write_in_standard_onnx(model: ir.Model) -> bool:
-    """Replace every such node of the model, in place; False if there is none."""
+def write_in_standard_onnx(model: ir.Model) -> ir.Model:
+    """Replace every such node of the model."""
     from ortgrad.graph.gradient_nodes import put_in_place
     from ortgrad.graph.names import Names
     from ortgrad.graph.recorder import Recorder
+    from ortgrad.passes.complete import complete
 
     nodes = [n for n in model.graph.all_nodes() if is_training_operator(n.op_type, n.domain)]
+    if not nodes:
+        return model
     names = Names.of(model)
     for node in nodes:
         op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
@@ -55,7 +58,7 @@ def write_in_standard_onnx(model: ir.Model) -> bool:
         except NodeError as error:
             raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
         put_in_place(node, foreign.computed_again, op, results)
-    return bool(nodes)
+    return complete(model)
 
 
 class Foreign:
@@ -92,7 +95,7 @@ class Foreign:
 
         operands = list(operands)
         inputs = [self.optional(i) for i in operands]
-        scope, name = op.scope, op.name(forward)
+        name = op.name(forward)
         node = ir.Node("", forward, inputs, self.node.attributes.values(), name=name)
         dy = self.input(0)
         output = node.outputs[0]
@@ -101,7 +104,6 @@ class Foreign:
         backward = BackwardPass(op, [node], targets)
         backward.seed(output, dy)
         backward.run()
-        op.scope = scope
         if backward.failures:
             raise NodeError(backward.failures[0].reason)
         if output.uses():

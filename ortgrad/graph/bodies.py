@@ -4,41 +4,59 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ortgrad.errors import NodeError
+from ortgrad.graph.comparisons import record_comparisons
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import Call
 
 
-def record_body(op: Recorder, call: Call, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
-    """Record the operator's body on `op`; one value per output, None for an unwanted one."""
+def record_body(
+    op: Recorder, call: Call, inputs: Sequence[ir.Value | None], label: str = ""
+) -> list[ir.Value | None]:
+    """Record the operator's body on `op`; one value per output, None for an unwanted one.
+
+    In a node that was not built by ortgrad, the shapes of the inputs are compared; the label tells whose
+    comparison has failed.
+    """
     operator = call.operator
     if operator.body is None:
         raise NodeError(f"{operator.name} has no body in standard ONNX operators")
     operands = [v if real else None for v, real in zip(inputs, call.present, strict=True)]
-    op.checked, op.label = not call.built, f"{op.label}{operator.name}"
-    extra = {"wanted": call.wanted} if operator.has_optional_outputs else {}
     try:
-        what = call.contract.text
-        failures = call.contract.record(op, operands) if op.checked else []
-        # All of the body that depends on this input waits for the comparisons.
-        main, value = next(
-            (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
-        )
-        checked = operands[main] = op.require(value, failures, what)
-        with op.arithmetic():
-            result = operator.body(op, *operands, **call.attributes, **extra)
+        if call.built:
+            return _wanted(call, _body(op, call, operands))
+        with op.checking(label or operator.name):
+            what, failures = call.contract.text, record_comparisons(op, call.contract, operands)
+            # All of the body that depends on this input waits for the comparisons.
+            main, value = next(
+                (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
+            )
+            checked = operands[main] = op.require(value, failures, what)
+            outputs = _wanted(call, _body(op, call, operands))
+            return [
+                v if v is None or not failures or _depends(v, checked) else op.require(v, failures, what)
+                for v in outputs
+            ]
     except ValueError as error:
         raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
+
+
+def _body(op: Recorder, call: Call, operands: Sequence[ir.Value | None]) -> Any:
+    assert call.operator.body is not None
+    extra = {"wanted": call.wanted} if call.operator.has_optional_outputs else {}
+    with op.arithmetic():
+        return call.operator.body(op, *operands, **call.attributes, **extra)
+
+
+def _wanted(call: Call, result: Any) -> list[ir.Value | None]:
     results = list(result) if isinstance(result, (tuple, list)) else [result]
-    outputs = [value if want else None for value, want in zip(results, call.wanted, strict=True)]
-    if failures:
-        return [v if v is None or _depends(v, checked) else op.require(v, failures, what) for v in outputs]
-    return outputs
+    return [value if want else None for value, want in zip(results, call.wanted, strict=True)]
 
 
 def _depends(value: ir.Value, on: ir.Value) -> bool:

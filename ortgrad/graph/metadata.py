@@ -17,6 +17,11 @@ def describe_build(wrt: Sequence[str], of: Sequence[str]) -> dict[str, str]:
     return {VERSION: __version__, WRT: json.dumps(list(wrt)), OF: json.dumps(list(of))}
 
 
+def is_built(model: onnx.ModelProto) -> bool:
+    """Whether the model holds gradients that ortgrad built."""
+    return any(entry.key == WRT for entry in model.metadata_props)
+
+
 def names_in(built: onnx.ModelProto) -> tuple[list[str], list[str]]:
     """The names of `wrt` and `of` of a built model, patterns and defaults resolved."""
     found = {entry.key: entry.value for entry in built.metadata_props}

@@ -165,7 +165,7 @@ class Recorder(ir.tape.Tape):
         if value.shape is None:
             raise NodeError(
                 f"the number of dimensions of {value.name!r} is not known; declare its shape "
-                "(symbolic dimensions will do) or give kernel_shape"
+                "(symbolic dimensions will do)"
             )
         return len(value.shape)
 
@@ -264,6 +264,15 @@ class Recorder(ir.tape.Tape):
             yield
         finally:
             self.scope = outer
+
+    @contextmanager
+    def checking(self, label: str) -> Iterator[None]:
+        """Have `require` compare what it is given; the label is what a failure is about."""
+        self.checked, self.label = True, label
+        try:
+            yield
+        finally:
+            self.checked, self.label = False, ""
 
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]

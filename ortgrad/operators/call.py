@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,36 @@ class Call:
         return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
 
 
+def make_call(
+    operator: Operator,
+    node: str,
+    attributes: Mapping[str, Any],
+    present: Sequence[bool],
+    wanted: Sequence[bool],
+    *,
+    built: bool = False,
+) -> Call:
+    """The call of a node; inputs and outputs that are left out at the end are absent.
+
+    Raises NodeError for what is missing, or more than the operator has.
+    """
+    if len(present) > len(operator.inputs) or len(wanted) > len(operator.outputs):
+        raise NodeError(
+            f"it has {len(present)} inputs and {len(wanted)} outputs; the operator "
+            f"has at most {len(operator.inputs)} and {len(operator.outputs)}"
+        )
+    present = (*present, *[False] * (len(operator.inputs) - len(present)))
+    wanted = (*wanted, *[False] * (len(operator.outputs) - len(wanted)))
+    for what, parameters, flags in (
+        ("input", operator.inputs, present),
+        ("output", operator.outputs, wanted),
+    ):
+        for parameter, flag in zip(parameters, flags, strict=True):
+            if not (flag or parameter.optional):
+                raise NodeError(f"{what} {parameter.name} is missing")
+    return Call(operator, node, operator.with_defaults(attributes), present, wanted, built)
+
+
 @functools.lru_cache(maxsize=4096)
 def parse_call(operator: Operator, text: str | bytes) -> Call:
     """Read the attribute's text; raises NodeError if it is not what `to_json` writes."""
@@ -57,29 +88,17 @@ def parse_call(operator: Operator, text: str | bytes) -> Call:
         present, wanted = (
             tuple(_flag(item) for item in _field(fields, name, list)) for name in ("inputs", "outputs")
         )
-        built = _flag(fields.get("built", 0))
-        call = Call(operator, node, operator.complete(attributes), present, wanted, built)
+        if len(present) != len(operator.inputs) or len(wanted) != len(operator.outputs):
+            raise ValueError(
+                f"it speaks of {len(present)} inputs and {len(wanted)} outputs; "
+                f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
+            )
+        return make_call(operator, node, attributes, present, wanted, built=_flag(fields.get("built", 0)))
     except (ValueError, OverflowError, RecursionError) as error:
         raise NodeError(
             f"the attribute 'ortgrad' of a {operator.name} node cannot be read ({error}); "
             "delete it and run the model through ortgrad.prepare again"
         ) from error
-    if len(call.present) != len(operator.inputs) or len(call.wanted) != len(operator.outputs):
-        raise NodeError(
-            f"the attribute 'ortgrad' of {operator.name} node {call.node!r} speaks of "
-            f"{len(call.present)} inputs and {len(call.wanted)} outputs; "
-            f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
-        )
-    for parameters, given, what in (
-        (operator.inputs, present, "input"),
-        (operator.outputs, wanted, "output"),
-    ):
-        for parameter, there in zip(parameters, given, strict=True):
-            if not (there or parameter.optional):
-                raise NodeError(
-                    f"{what} {parameter.name} of {operator.name} node {call.node!r} is marked as absent"
-                )
-    return call
 
 
 def _field(fields: Any, name: str, type_: type) -> Any:

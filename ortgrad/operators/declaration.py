@@ -177,7 +177,7 @@ class Operator:
             type_ = self.outputs[i].type
             return np.empty(shape, bound.get(type_, type_))
 
-        completed = self.complete(attributes)
+        completed = self.with_defaults(attributes)
         self.contract(completed).check_arrays(inputs)
         return self.compute(inputs, completed, (True,) * len(self.outputs), empty)
 
@@ -203,7 +203,7 @@ class Operator:
             extra["empty"] = empty
         return self.kernel(*arrays, **attributes, **extra)
 
-    def complete(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """All attributes by name, defaults filled in; raises NodeError for what does not fit."""
         unknown = sorted(set(attributes) - set(self.attributes) - {CALL_ATTRIBUTE, BODY_ATTRIBUTE})
         if unknown:

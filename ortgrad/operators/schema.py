@@ -190,7 +190,7 @@ def _call_of(operator: Operator, context: onnx.shape_inference.InferenceContext)
         if attribute is not None:
             given[name] = helper.get_attribute_value(attribute)
     present = (True,) * len(operator.inputs)
-    return Call(operator, "", operator.complete(given), present, (True,) * len(operator.outputs))
+    return Call(operator, "", operator.with_defaults(given), present, (True,) * len(operator.outputs))
 
 
 def _shape_of(given: onnx.TypeProto | None) -> Shape | None:

@@ -4,4 +4,5 @@ import importlib
 import pkgutil
 
 for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
+    if "._" not in _module.name:
+        importlib.import_module(_module.name)

@@ -128,24 +128,24 @@ def gather_grad(
 def gather_grad_body(
     op: Recorder, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int
 ) -> ir.Value:
-    rank = shape.shape[0] if shape.shape is not None else None
-    if not isinstance(rank, int):
-        rank = op.rank(dy) - op.rank(indices) + 1
-    axis %= rank
     shape = op.Cast(shape, to=TensorProto.INT64)
     length = op.Gather(shape, axis)
-    # outer axes, indices, inner axes
-    rows = op.Reshape(op.Cast(indices, to=TensorProto.INT64), [1, -1] if axis == rank - 1 else [1, -1, 1])
+    # As many dimensions as are known to be needed: outer axes, indices, inner axes.
+    rank = shape.shape[0] if shape.shape is not None else None
+    if isinstance(rank, int):
+        axis %= rank
+    last = axis == -1 or axis + 1 == rank
+    rows = op.Reshape(op.Cast(indices, to=TensorProto.INT64), [1, -1] if last else [1, -1, 1])
     if op.checked:
         outside = op.Or(op.Less(rows, -length), op.GreaterOrEqual(rows, length))
         dy = op.require(dy, [outside], "indices that the axis has")
     rows = op.Where(op.Less(rows, 0), rows + length, rows)
-    if axis > 0:
+    if axis != 0:
         outer = op.ReduceProd(op.Slice(shape, [0], [axis]), keepdims=0)
         starts = op.Range(0, outer, 1) * length
-        rows = op.Reshape(starts, [-1, 1] if axis == rank - 1 else [-1, 1, 1]) + rows
-    if axis < rank - 1:
-        inner = op.ReduceProd(op.Slice(shape, [axis + 1], [rank]), keepdims=0)
+        rows = op.Reshape(starts, [-1, 1] if last else [-1, 1, 1]) + rows
+    if not last:
+        inner = op.ReduceProd(op.Slice(shape, [axis + 1], [np.iinfo(np.int64).max]), keepdims=0)
         rows = rows * inner + op.Range(0, inner, 1)
     return scatter_flat(op, dy, shape, rows)
 

@@ -392,13 +392,13 @@ def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
 
 @gradient("SkipLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization_gradient(node: ForwardNode) -> Gradients:
-    d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), output=3, scale=2, bias=3)
+    d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), node.rank(), output=3, scale=2, bias=3)
     return d_sum, _stretched(node, d_sum, 1), d_gamma, d_beta, _stretched(node, d_sum, 4)
 
 
 @gradient("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
-    d_sum, d_gamma, _ = _sum_grad(node, node.input(0), output=3, scale=2, bias=None)
+    d_sum, d_gamma, _ = _sum_grad(node, node.input(0), node.rank(), output=3, scale=2, bias=None)
     return d_sum, _stretched(node, d_sum, 1), d_gamma, _stretched(node, d_sum, 3)
 
 
@@ -412,7 +412,7 @@ def embed_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     table = node.input(2).shape
     if ids.shape is not None and table is not None:
         like.shape = ir.Shape([*ids.shape, table[1]])
-    d_sum, d_gamma, d_beta = _sum_grad(node, like, output=2, scale=5, bias=6)
+    d_sum, d_gamma, d_beta = _sum_grad(node, like, node.rank() + 1, output=2, scale=5, bias=6)
 
     def table_grad(i: int, indices: ir.Value, dy: ir.Value) -> ir.Value:
         return op.GatherGrad(op.shape_of(node.input(i)), indices, dy, axis=0)
@@ -427,19 +427,19 @@ def embed_layer_normalization_gradient(node: ForwardNode) -> Gradients:
 
 
 def _sum_grad(
-    node: ForwardNode, like: ir.Value, *, output: int, scale: int, bias: int | None
+    node: ForwardNode, like: ir.Value, rank: int, *, output: int, scale: int, bias: int | None
 ) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
     """The gradients of a sum that is normalized along its last axis, of scale and of bias.
 
-    The forward node returns the sum as the given output. onnx has no schema for the node, so the type and
-    shape of the sum are those of `like`, and no defaults of attributes are known.
+    The forward node returns the sum as the given output. onnx has no schema for the node, so the type, shape
+    and rank of the sum are those of `like`, and no defaults of attributes are known.
     """
     op, total = node.op, node.add_output(output)
     if any(node.optional_grad(i) is not None for i in (1, 2) if i != output):
         raise node.unsupported("onnxruntime does not compute its mean and inverse standard deviation")
     total.type = total.type or like.type
     total.shape = total.shape or like.shape
-    axis, epsilon = op.rank(total) - 1, node.attributes.get("epsilon", 1e-12)
+    axis, epsilon = rank - 1, node.attributes.get("epsilon", 1e-12)
     parts = [] if node.optional_grad(output) is None else [node.grad(output)]
     d_scale = d_bias = mean = None
     if node.optional_grad(0) is not None:

@@ -394,10 +394,22 @@ def average_pool_grad_body(
     # A matrix product would spread infinities and NaN over a whole axis; as in PyTorch, they must stay in
     # their windows. Testing the sum of dY is cheaper than testing every element.
     total = op.ReduceSum(op.ReduceSum(dy, list(range(2, rank + 2)), keepdims=0), None, keepdims=0)
+
+    def spread(op: Recorder) -> ir.Value:
+        result: ir.Value = op.If(
+            op.IsNaN(total - total),
+            then_branch=op.subgraph("special", [], lambda op: [_spread_apart(op, dy, x_shape, matrices)]),
+            else_branch=op.subgraph("finite", [], lambda op: [_spread(op, dy, x_shape, matrices)]),
+        )
+        return result
+
+    if dy.shape is not None and all(isinstance(n, int) for n in list(dy.shape)[2:]):
+        return spread(op)
+    # For an empty dY, onnxruntime's products fail or are left uninitialized.
     return op.If(
-        op.IsNaN(total - total),
-        then_branch=op.subgraph("special", [], lambda op: [_spread_apart(op, dy, x_shape, matrices)]),
-        else_branch=op.subgraph("finite", [], lambda op: [_spread(op, dy, x_shape, matrices)]),
+        op.Equal(op.Size(dy), 0),
+        then_branch=op.subgraph("empty", [], lambda op: [op.Expand(op.number(0.0, dy), x_shape)]),
+        else_branch=op.subgraph("full", [], lambda op: [spread(op)]),
     )
 
 

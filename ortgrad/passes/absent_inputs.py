@@ -9,8 +9,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 
-def drop_empty_inputs(model: ir.Model) -> None:
-    """Take empty constants away from Resize nodes, in place; the model must have a current opset."""
+def drop_empty_inputs(model: ir.Model) -> ir.Model:
+    """Take empty constants away from Resize nodes; the model must have a current opset."""
     for node in model.graph.all_nodes():
         if node.op_type != "Resize" or node.domain != "":
             continue
@@ -18,3 +18,4 @@ def drop_empty_inputs(model: ir.Model) -> None:
             tensor = None if value is None else ir.convenience.get_const_tensor(value)
             if tensor is not None and tensor.size == 0:
                 node.replace_input_with(i, None)
+    return model

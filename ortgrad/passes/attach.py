@@ -11,9 +11,9 @@ from ortgrad.operators.declaration import BODY_ATTRIBUTE, Operator, find_operato
 _REFUSAL = "this onnxruntime confuses function overloads: take 1.27 or newer, or prepare with kernels='onnx'"
 
 
-def attach(model: ir.Model) -> None:
+def attach(model: ir.Model) -> ir.Model:
     """Give complete gradient nodes their functions; nodes with equal bodies share one."""
-    detach(model)
+    model = detach(model)
     nodes = list(gradient_nodes(model))
     bodies: dict[Operator, dict[str, ir.Function]] = {}
     for node, operator in nodes:
@@ -34,6 +34,7 @@ def attach(model: ir.Model) -> None:
     # Overloads came with IR version 10.
     if nodes:
         model.ir_version = max(model.ir_version, 10)
+    return model
 
 
 def _refuse_other_nodes(function: ir.Function, count: int) -> None:
@@ -52,7 +53,7 @@ def _refuse_other_nodes(function: ir.Function, count: int) -> None:
     function.attributes.add(ir.Attr(BODY_ATTRIBUTE, ir.AttributeType.INTS, None))
 
 
-def detach(model: ir.Model) -> None:
+def detach(model: ir.Model) -> ir.Model:
     """Take the bodies away that were attached at an earlier time."""
     ours = {node for node, _ in gradient_nodes(model)}
     others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
@@ -62,6 +63,7 @@ def detach(model: ir.Model) -> None:
     for node in ours:
         node.overload = ""
         node.attributes.pop(BODY_ATTRIBUTE, None)
+    return model
 
 
 def is_body(function: ir.Function) -> bool:

@@ -10,8 +10,8 @@ from ortgrad.graph.recorder import RANDOM
 from ortgrad.graph.traversal import subgraphs
 
 
-def deduplicate(model: ir.Model) -> None:
-    """Merge equal nodes of the main graph, which must be sorted, in place."""
+def deduplicate(model: ir.Model) -> ir.Model:
+    """Merge equal nodes of the main graph, which must be sorted."""
     graph = model.graph
     seen: dict[Any, ir.Node] = {}
     for node in list(graph):
@@ -28,6 +28,7 @@ def deduplicate(model: ir.Model) -> None:
             continue
         ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
         graph.remove(node, safe=True)
+    return model
 
 
 def _content(attribute: ir.Attr) -> str:

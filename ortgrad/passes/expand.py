@@ -14,16 +14,16 @@ from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import Operator
 
 
-def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> None:
-    """Replace every complete gradient node for which `choose` says so, in place."""
+def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> ir.Model:
+    """Replace every complete gradient node for which `choose` says so."""
     names = Names.of(model)
     for node, operator in gradient_nodes(model):
         if not choose(node, operator):
             continue
         call = call_of(node, operator)
         op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
-        op.label = f"{call.node} "
-        put_in_place(node, [], op, record_body(op, call, node.inputs))
+        put_in_place(node, [], op, record_body(op, call, node.inputs, f"{call.node} {operator.name}"))
     for name, value in list(model.graph.initializers.items()):
         if name.startswith(EMPTY_PREFIX) and not value.uses():
             del model.graph.initializers[name]
+    return model

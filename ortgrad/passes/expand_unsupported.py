@@ -18,8 +18,8 @@ from ortgrad.passes.expand import expand
 from ortgrad.passes.schema_functions import open_schema_function
 
 
-def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> None:
-    """Replace nodes between the targets and the outputs that only a body can differentiate, in place.
+def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> ir.Model:
+    """Replace nodes between the targets and the outputs that only a body can differentiate.
 
     Values that are replaced hand their names on.
     """
@@ -28,6 +28,7 @@ def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: It
     # A body may hold nodes that need to be opened in turn.
     while _expand_once(model, *names, refused):
         infer_types(model)
+    return model
 
 
 def _expand_once(
@@ -40,8 +41,7 @@ def _expand_once(
     chosen = {n for n in _path(graph, wrt, of) if find_rule(n.op_type, n.domain) is None} - refused
     gradients = {node for node, _ in gradient_nodes(model) if node in chosen}
     if gradients:
-        complete(model)
-        expand(model, lambda node, _: node in gradients)
+        model = expand(complete(model), lambda node, _: node in gradients)
     opened = bool(gradients)
     names = Names.of(model)
     for node in chosen - gradients:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 from onnx import version_converter
-from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.recorder import MINIMUM_OPSET
 from ortgrad.graph.serialization import from_proto, to_proto
 from ortgrad.operators.schema import with_schemas
+from ortgrad.passes.inline import inline
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
 
 _HIDDEN = "ortgrad.unknown"
@@ -23,7 +23,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     if version >= MINIMUM_OPSET:
         return model
     # The converter would drop them.
-    InlinePass()(model)
+    model = inline(model, lambda _: True)
     roundings = _roundings(model) if version <= 10 else {}
     if version < 13:
         _flatten_hardmax(model)

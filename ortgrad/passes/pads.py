@@ -9,21 +9,25 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import put_in_place
+from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 
 
-def pad_all_axes(model: ir.Model) -> bool:
-    """Replace every Pad and CenterCropPad along chosen axes, in place; False if there is none.
+def pad_all_axes(model: ir.Model) -> ir.Model:
+    """Replace every Pad and CenterCropPad along chosen axes.
 
     Their values keep their names.
     """
     chosen = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _has_axes(node)]
-    names = Names.of(model) if chosen else Names()
+    if not chosen:
+        return model
+    names = Names.of(model)
     for node in chosen:
         op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
         put_in_place(node, [], op, [_padded(op, node) if node.op_type == "Pad" else _centred(op, node)])
-    return bool(chosen)
+    infer_types(model)
+    return model
 
 
 def _has_axes(node: ir.Node) -> bool:

@@ -117,11 +117,11 @@ def _follows(value: ir.Value, pending: set[ir.Value], opsets: dict[str, int]) ->
 
 def _check(value: ir.Value, rank: int, op: Recorder) -> None:
     """Have everything read a copy of the value that is there only if the value has that rank."""
-    op.scope = f"{value.name}/declared_with_{rank}_dimensions"
     node, graph = value.producer(), value.graph
     assert isinstance(graph, ir.Graph)
     users = list(value.uses())
-    copy = op.Reshape(value, checked_shape(op, value, rank), allowzero=1)
+    with op.scoped(f"{value.name}/declared_with_{rank}_dimensions"):
+        copy = op.Reshape(value, checked_shape(op, value, rank), allowzero=1)
     copy.type, copy.shape = value.type, ir.Shape([None] * rank)
     for use in users:
         use.node.replace_input_with(use.idx, copy)

@@ -9,13 +9,13 @@ from ortgrad.graph.pool_sizes import POOLS
 from ortgrad.graph.recorder import Recorder
 
 
-def state_sizes(model: ir.Model) -> None:
-    """Have onnxruntime infer the right sizes where it would not, by a Reshape that changes nothing, in place.
+def state_pool_sizes(model: ir.Model) -> ir.Model:
+    """Have onnxruntime infer the right sizes where it would not, by a Reshape that changes nothing.
 
     It refuses to load a model in which what it infers meets the gradient of another size.
     """
     if model.opset_imports[""] >= _FIRST_RIGHT_OPSET:
-        return
+        return model
     names: Names | None = None
     for node in list(model.graph.all_nodes()):
         if node.op_type not in POOLS or node.domain or not _is_inferred_wrong(node):
@@ -40,6 +40,7 @@ def state_sizes(model: ir.Model) -> None:
                 value.name, stated.name = stated.name, value.name
         assert node.graph is not None
         node.graph.insert_after(node, op.nodes)
+    return model
 
 
 def _is_inferred_wrong(node: ir.Node) -> bool:

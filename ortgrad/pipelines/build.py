@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import onnx
 
+from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.loading import ModelLike, judging, load_model
 
 
@@ -23,16 +25,20 @@ def build_gradient_model(
 
     `of` names outputs or intermediate values (default: the first floating-point output). One scalar is seeded
     with 1; otherwise the model gets an input `<name>_grad` for each. Where a name is taken, `_2` is
-    appended. What does not influence `of` has a gradient of zeros.
+    appended. What does not influence `of` has a gradient of zeros; if it does, but every path is stopped by
+    an operator without a gradient, there is a StoppedGradientWarning.
 
     The model's metadata_props say what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as
     JSON lists of names. Raises UnsupportedGradientError with all nodes that cannot be differentiated.
     """
-    from ortgrad.pipelines.built import build  # onnx-ir takes a while to import
+    from ortgrad.pipelines.gradients import build  # onnx-ir takes a while to import
 
     proto = load_model(model)
     with judging(proto):
-        return build(proto, names_of(wrt), names_of(of))
+        built, stopped = build(proto, names_of(wrt), names_of(of))
+    if stopped is not None:
+        warnings.warn(stopped, StoppedGradientWarning, stacklevel=2)
+    return built
 
 
 def names_of(names: str | Sequence[str] | None) -> list[str] | None:

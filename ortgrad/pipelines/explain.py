@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ortgrad.autodiff.rules import find_rule
+from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.pipelines.build import names_of
-from ortgrad.pipelines.built import plan
+from ortgrad.pipelines.gradients import plan
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ def explain(
     written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
     with judging(proto):
         planned = plan(proto, names_of(wrt), names_of(of))
+    if planned.stopped is not None and not planned.backward.failures:
+        warnings.warn(planned.stopped, StoppedGradientWarning, stacklevel=2)
     backward = planned.backward
     recorded = dict(backward.visits)
     failed = {failure.node: failure.reason for failure in backward.failures}

@@ -7,36 +7,24 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
-from ortgrad.dialects.gradient_operator import expand_gradient_operator
-from ortgrad.dialects.training import write_in_standard_onnx
 from ortgrad.graph.gradient_nodes import call_of, dimensions
 from ortgrad.graph.inference import infer_types
-from ortgrad.graph.serialization import read, write
+from ortgrad.graph.serialization import write
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import PYTHON_TYPES, Operand, Operator, Way, find_operator
 from ortgrad.passes.attach import attach, detach
-from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
-from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.pipelines.opening import open_model, run
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
     """A copy of the model with complete gradient nodes, or what is in their bodies in their place."""
-    model = read(_with_empty_tensors(source))
-    _inline_functions_with_gradients(model)
-    complete(model)
-    model = at_minimum_opset(model)
-    if write_in_standard_onnx(model):
-        complete(model)
-    if expand_gradient_operator(model):
-        complete(model, built=True)
-    expand(model, _chooser(kernels))
-    detach(model)
+    model = open_model(_with_empty_tensors(source), inlined=_holds_gradients)
+    model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
-        attach(model)
+        model = attach(model)
     prepared = write(model, source)
     # onnx-ir has no place for it.
     prepared.training_info.extend(source.training_info)
@@ -65,19 +53,14 @@ def _faster(node: ir.Node, operator: Operator) -> Way:
     return operator.auto(*operands, **call.attributes)
 
 
-def _inline_functions_with_gradients(model: ir.Model) -> None:
+def _holds_gradients(function: ir.Function) -> bool:
     """Types are not known inside functions, so gradient nodes in them are brought to the surface."""
-
-    def holds_gradients(function: ir.Function) -> bool:
-        if find_operator(function.name, function.domain):
-            return False
-        return any(
-            find_operator(node.op_type, node.domain)
-            for node in ir.traversal.RecursiveGraphIterator(function.graph)
-        )
-
-    if any(holds_gradients(function) for function in model.functions.values()):
-        InlinePass(criteria=holds_gradients)(model)
+    if find_operator(function.name, function.domain):
+        return False
+    return any(
+        find_operator(node.op_type, node.domain)
+        for node in ir.traversal.RecursiveGraphIterator(function.graph)
+    )
 
 
 def _with_empty_tensors(source: onnx.ModelProto) -> onnx.ModelProto:

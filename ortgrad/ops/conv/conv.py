@@ -36,8 +36,9 @@ _X_COLUMN_ELEMENTS = 1 << 22
 _POINTWISE_COLUMNS = 1 << 12
 # In the body: with fewer input channels than this, one product for all taps is faster than one for each.
 _FEW_CHANNELS = 16
-# So many nodes and more are not written for one convolution.
-_MOST_TAPS = 1 << 14
+# A kernel with more taps than this is not written out tap by tap: the time in which onnxruntime loads a model
+# grows with the square of the number of nodes, and above 7x7 it runs slower, too.
+_MANY_TAPS = 49
 _END = 1 << 62
 
 
@@ -373,9 +374,12 @@ def conv_grad_body(
     strides: list[int] | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
-    kernel = kernel_shape or _known_kernel(op, w)
+    # Towards a kernel of many taps, dY is the kernel of another convolution. To differentiate that once more,
+    # its sizes need not be known.
+    fixed = op.checked or kernel_shape is not None or _has_known_kernel(w) or _needs_kernel(w, dy, auto_pad)
+    kernel = kernel_shape or (_known_kernel(op, w) if fixed else [1] * (op.rank(w) - 2))
     try:
-        form = _Form.of(x, kernel, auto_pad, strides, dilations, pads)
+        form = _Form.of(x, kernel, auto_pad, strides, dilations, pads, fixed=fixed)
     except ValueError as error:
         raise NodeError(str(error)) from error
     if op.checked:
@@ -391,9 +395,18 @@ def conv_grad_body(
     )
 
 
+def _needs_kernel(w: ir.Value, dy: ir.Value, auto_pad: str) -> bool:
+    """Whether the body can only be written for a kernel of known size."""
+    return w.shape is None or _is_double(dy) or auto_pad.startswith("SAME")
+
+
+def _has_known_kernel(w: ir.Value) -> bool:
+    return w.shape is not None and len(w.shape) > 2 and all(isinstance(n, int) for n in list(w.shape)[2:])
+
+
 def _known_kernel(op: Recorder, w: ir.Value) -> list[int]:
     sizes = list(w.shape)[2:] if w.shape is not None else []
-    if not sizes or not all(isinstance(n, int) for n in sizes):
+    if not _has_known_kernel(w):
         raise NodeError(f"the kernel size is not known; declare the shape of {w.name!r} or give kernel_shape")
     return [int(n) for n in sizes]  # type: ignore[arg-type]
 
@@ -408,6 +421,7 @@ class _Form:
     sizes: tuple[int | None, ...]  # of X
     pads: tuple[tuple[int, ...], tuple[int, ...]] | None
     auto_pad: str
+    fixed: bool  # whether the kernel is known; if not, ones stand for its sizes, and sizes are not known
 
     @classmethod
     def of(
@@ -418,12 +432,14 @@ class _Form:
         strides: Sequence[int] | None,
         dilations: Sequence[int] | None,
         pads: Sequence[int] | None,
+        *,
+        fixed: bool = True,
     ) -> _Form:
         rank = len(kernel)
         if x.shape is not None and len(x.shape) != rank + 2:
             raise ValueError(f"X has {len(x.shape)} dimensions, but the kernel has {rank} spatial ones")
         dims = list(x.shape)[2:] if x.shape is not None else [None] * rank
-        sizes = tuple(d if isinstance(d, int) else None for d in dims)
+        sizes = tuple(d if isinstance(d, int) and fixed else None for d in dims)
         strides = per_dimension("strides", strides, rank)
         dilations = per_dimension("dilations", dilations, rank)
         kernel = per_dimension("kernel_shape", kernel, rank)
@@ -443,7 +459,7 @@ class _Form:
                 f"auto_pad {auto_pad} with strides {list(strides)} and kernel {list(kernel)} may leave gaps "
                 "where the sizes of X are not known; give pads instead"
             )
-        return cls(kernel, strides, dilations, sizes, known, auto_pad)
+        return cls(kernel, strides, dilations, sizes, known, auto_pad, fixed)
 
     @property
     def extents(self) -> list[int]:
@@ -459,10 +475,6 @@ class _Form:
 
     def starts(self) -> Iterator[tuple[int, ...]]:
         """For each tap of the kernel, where in the padded input its reading begins."""
-        if math.prod(self.kernel) > _MOST_TAPS:
-            raise NodeError(
-                f"a kernel of {self.kernel} has more than {_MOST_TAPS:,} taps, too many to be written out"
-            )
         for tap in itertools.product(*map(range, self.kernel)):
             yield tuple(k * d for k, d in zip(tap, self.dilations, strict=True))
 
@@ -479,8 +491,8 @@ class _Form:
 
 
 def _dx_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
-    if dy.dtype is not None and dy.dtype.name == "DOUBLE":
-        return _dx_body_of_products(op, dy, x, w, form, group)
+    if _is_double(dy):
+        return _dx_body_of_columns(op, dy, x, w, form, group)
     heads, tails = form.pads or ((0,) * form.rank,) * 2
     # What the windows leave over at the end, or the most they can if the size is not known.
     left = [
@@ -490,7 +502,7 @@ def _dx_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, 
     dx = op.ConvTranspose(
         dy,
         w,
-        kernel_shape=list(form.kernel),
+        kernel_shape=list(form.kernel) if form.fixed else None,
         strides=list(form.strides),
         dilations=list(form.dilations),
         group=group,
@@ -505,49 +517,95 @@ def _dx_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, 
     return dx
 
 
-def _dx_body_of_products(
+def _is_double(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.name == "DOUBLE"
+
+
+def _dx_body_of_columns(
     op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int
 ) -> ir.Value:
-    """The same without ConvTranspose, which onnxruntime does not have in float64."""
-    rank, taps = form.rank, math.prod(form.kernel)
-    heads = op.constant(np.array(form.pads[0], np.int64)) if form.pads else form.pads_at_run_time(op, x)[0]
-    if max(form.strides) > 1:
-        # Zeros between the outputs: behind each in a dimension of its own, which is merged then.
-        own = [3 + 2 * i for i in range(rank)]
-        gaps = [0] * rank + [s - 1 for s in form.strides]
-        spread = op.Pad(op.Unsqueeze(dy, own), gaps, None, own, rank=2 + 2 * rank)
-        dy = op.Reshape(spread, op.Mul(op.Shape(dy), [1, 1, *form.strides]), allowzero=1)
-    before = op.Sub([e - 1 for e in form.extents], heads)
-    after = op.Sub(op.Add(op.Shape(x, start=2), heads), op.Shape(dy, start=2))
-    dy = op.Pad(dy, op.Concat(before, after, axis=0), None, form.axes, rank=2 + rank)
-    turned = [
-        op.Slice(dy, [e - 1 - s for s, e in zip(starts, form.extents, strict=True)], ends, form.axes)
-        for starts in form.starts()
-        for ends in [[-s or _END for s in starts]]
-    ]
-    # Samples beside positions: onnxruntime does not broadcast a product over an empty batch.
-    swap = [1, 0, *form.axes]
-    filters, channels = op.Div(op.Shape(w, start=0, end=1), [group]), op.Shape(w, start=1, end=2)
-    positions = op.Mul(op.Shape(x, start=0, end=1), op.ReduceProd(op.Shape(x, start=2), keepdims=1))
-    rows = op.Concat([group], filters, positions, axis=0)
-    parts = [op.Reshape(op.Transpose(part, perm=swap), rows, allowzero=1) for part in turned]
-    columns = op.Concat(*parts, axis=1) if taps > 1 else parts[0]
-    kernels = op.Reshape(w, op.Concat([group], filters, channels, [taps], axis=0), allowzero=1)
-    rows = op.Concat([group], channels, op.Mul(filters, [taps]), axis=0)
-    kernels = op.Reshape(op.Transpose(kernels, perm=[0, 2, 3, 1]), rows, allowzero=1)
-    swapped = op.Concat(
-        op.Shape(x, start=1, end=2), op.Shape(x, start=0, end=1), op.Shape(x, start=2), axis=0
-    )
-    return op.Transpose(op.Reshape(op.MatMul(kernels, columns), swapped, allowzero=1), perm=swap)
+    """The same without ConvTranspose, which onnxruntime does not have in float64: W @ dY, added up."""
+    rank, strides = form.rank, list(form.strides)
+    channels, samples = op.Shape(x, start=1, end=2), op.Shape(x, end=1)
+    outputs = [op.Shape(dy, start=axis, end=axis + 1) for axis in form.axes]
+    filters, others = op.Div(op.Shape(w, end=1), [group]), op.ReduceProd(op.Shape(w, start=1), keepdims=1)
+    kernels = op.Reshape(w, op.Concat([group], filters, others, axis=0), allowzero=1)
+    columns = op.MatMul(op.Transpose(kernels, perm=[0, 2, 1]), _of_group(op, dy, form, group))
+    taps = list(form.kernel)
+    columns = op.Reshape(columns, op.Concat(channels, taps, samples, *outputs, axis=0), allowzero=1)
+    # Tap k of output o is added at k * dilation + o * stride. With a stride, the taps get zeros between them
+    # instead of the dilation, and zeros behind them, to fill rows as long as the stride.
+    gaps = [d - 1 if s > 1 else 0 for s, d in zip(strides, form.dilations, strict=True)]
+    if any(gaps):
+        own = [2 + 2 * i for i in range(rank)]
+        columns = op.Pad(op.Unsqueeze(columns, own), [0] * rank + gaps, None, own, rank=2 + 3 * rank)
+        taps = [k * (g + 1) for k, g in zip(taps, gaps, strict=True)]
+        columns = op.Reshape(columns, op.Concat(channels, taps, samples, *outputs, axis=0), allowzero=1)
+    fill = [-k % s for k, s in zip(taps, strides, strict=True)]
+    if any(fill):
+        columns = op.Pad(columns, [0] * rank + fill, None, list(range(1, 1 + rank)), rank=2 + 2 * rank)
+    rows = [-(-k // s) for k, s in zip(taps, strides, strict=True)]
+    split = [n for pair in zip(rows, strides, strict=True) for n in pair]
+    columns = op.Reshape(columns, op.Concat(channels, split, samples, *outputs, axis=0), allowzero=1)
+    # Now row r of output o is added at r * shift + o, in units of the stride.
+    order = [axis for i in range(rank) for axis in (1 + 2 * i, 2 + 2 * rank + i, 2 + 2 * i)]
+    dx = op.Transpose(columns, perm=[0, 1 + 2 * rank, *order])
+    shape = op.Shape(dx)
+    sizes: list[ir.Value] = []
+    behind = op.constant(np.array([1]))
+    for i in reversed(range(rank)):
+        before = op.ReduceProd(op.Slice(shape, [0], [2 + 3 * i]), keepdims=1)
+        behind = op.Mul(behind, [strides[i]])
+        shift = form.dilations[i] if strides[i] == 1 else 1
+        dx = op.Reshape(dx, op.Concat(before, [rows[i]], outputs[i], behind, axis=0), allowzero=1)
+        dx, size = _add_shifted(op, dx, rows[i], shift, outputs[i], before, behind)
+        behind = op.Mul(behind, size)
+        sizes.insert(0, op.Mul(size, [strides[i]]))
+    dx = op.Reshape(dx, op.Concat(channels, samples, *sizes, axis=0), allowzero=1)
+    dx = op.Transpose(dx, perm=[1, 0, *form.axes])
+    heads = op.constant(np.array(form.pads[0])) if form.pads else form.pads_at_run_time(op, x)[0]
+    dx = op.Slice(dx, heads, op.Add(heads, op.Shape(x, start=2)), form.axes)
+    if max(strides) == 1:
+        return dx
+    # What no window reaches.
+    missing = op.Sub(op.Shape(x, start=2), op.Shape(dx, start=2))
+    return op.Pad(dx, op.Concat([0] * rank, missing, axis=0), None, form.axes, rank=2 + rank)
+
+
+def _add_shifted(
+    op: Recorder,
+    value: ir.Value,
+    rows: int,
+    shift: int,
+    length: ir.Value,
+    before: ir.Value,
+    behind: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """Of (before, rows, length, behind) the sum over the rows, each moved by `shift` more than the last;
+    and how long that is."""
+    # Rows with enough zeros behind them, cut into rows that are shorter by the shift.
+    reach = op.Add(length, [(rows - 1) * shift])
+    if rows > 1:
+        value = op.Pad(value, [0, rows * shift], None, [2], rank=4)
+        joined = op.Concat(before, op.Mul(op.Add(reach, [shift]), [rows]), behind, axis=0)
+        value = op.Slice(op.Reshape(value, joined, allowzero=1), [0], [-rows * shift], [1])
+        value = op.Reshape(value, op.Concat(before, [rows], reach, behind, axis=0), allowzero=1)
+    return op.ReduceSum(value, [1], keepdims=0), reach
 
 
 def _dw_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int) -> ir.Value:
     taps = math.prod(form.kernel)
+    if taps > _MANY_TAPS or not form.fixed:
+        x, dy = _with_a_sample(op, x, form), _with_a_sample(op, dy, form)
+        if not _is_double(dy):
+            return _dw_body_of_conv(op, dy, x, w, form, group)
     if form.pads is None:
         at_run_time = op.Concat(*form.pads_at_run_time(op, x), axis=0)
         x = op.Pad(x, at_run_time, None, form.axes, rank=2 + form.rank)
     elif any((*form.pads[0], *form.pads[1])):
         x = op.Pad(x, [*form.pads[0], *form.pads[1]], None, form.axes, rank=2 + form.rank)
+    if taps > _MANY_TAPS:
+        return _dw_body_of_columns(op, dy, x, w, form, group)
     parts = _taps(op, dy, x, form) if taps > 1 or max(form.strides) > 1 else [x]
     parts = [_by_group(op, part, dy, group) for part in parts]
     across = op.Transpose(_by_group(op, dy, dy, group), perm=[0, 1, 3, 2])
@@ -559,6 +617,78 @@ def _dw_body(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, 
     filters = op.Div(op.Shape(w, start=0, end=1), [group])
     dw = op.Reshape(dw, op.Concat([group], [taps], op.Shape(w, start=1, end=2), filters, axis=0), allowzero=1)
     return op.Reshape(op.Transpose(dw, perm=[0, 3, 2, 1]), op.Shape(w), allowzero=1)
+
+
+def _with_a_sample(op: Recorder, value: ir.Value, form: _Form) -> ir.Value:
+    """The value, with a sample of zeros if the batch is empty.
+
+    Over an empty one, a Conv of onnxruntime may never return, and a MatMul leaves its output as it was.
+    """
+    samples = value.shape[0] if value.shape is not None else None
+    if isinstance(samples, int) and samples > 0:
+        return value
+    missing = op.Max(op.Sub([1], op.Shape(value, end=1)), [0])
+    return op.Pad(value, op.Concat([0], missing, axis=0), None, [0], rank=2 + form.rank)
+
+
+def _dw_body_of_conv(
+    op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int
+) -> ir.Value:
+    """X convolved with dY: channels and samples change places, and so do strides and dilations."""
+    pads = None
+    if form.pads is None:
+        at_run_time = op.Concat(*form.pads_at_run_time(op, x), axis=0)
+        x = op.Pad(x, at_run_time, None, form.axes, rank=2 + form.rank)
+    else:
+        pads = [*form.pads[0], *form.pads[1]]
+    swap = [1, 0, *form.axes]
+    if group == 1:
+        x = op.Transpose(x, perm=swap)
+    else:
+        count, channels, sizes = op.Shape(x, end=1), op.Shape(w, start=1, end=2), op.Shape(x, start=2)
+        x = op.Reshape(x, op.Concat(count, [group], channels, sizes, axis=0), allowzero=1)
+        x = op.Transpose(x, perm=[2, 1, 0, *(axis + 1 for axis in form.axes)])
+        x = op.Reshape(x, op.Concat(channels, op.Mul(count, [group]), sizes, axis=0), allowzero=1)
+    dw = op.Conv(
+        x,
+        op.Transpose(dy, perm=swap),
+        group=group,
+        pads=pads,
+        strides=list(form.dilations),
+        dilations=list(form.strides),
+    )
+    # What the windows leave over at the end would be taps beyond the kernel.
+    kernel = list(form.kernel) if form.fixed else op.Shape(w, start=2)
+    dw = op.Slice(dw, [0] * form.rank, kernel, form.axes)
+    return op.Transpose(dw, perm=swap)
+
+
+def _dw_body_of_columns(
+    op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form, group: int
+) -> ir.Value:
+    """The same without Conv, which onnxruntime does not have in float64: columns of the padded X @ dY."""
+    rank = form.rank
+    for i in range(rank):
+        # Each spatial axis becomes two: the taps, and the outputs.
+        count = op.Squeeze(op.Shape(dy, start=2 + i, end=3 + i))
+        starts = op.Mul(op.Range(0, count, 1), form.strides[i])
+        taps = op.Mul(op.Unsqueeze(op.Range(0, form.kernel[i], 1), [1]), form.dilations[i])
+        x = op.Gather(x, op.Add(starts, taps), axis=2 + 2 * i)
+    x = op.Transpose(x, perm=[1, *range(2, 2 + 2 * rank, 2), 0, *range(3, 3 + 2 * rank, 2)])
+    across = _of_group(op, dy, form, group)
+    others = op.ReduceProd(op.Shape(w, start=1), keepdims=1)
+    columns = op.Reshape(x, op.Concat([group], others, op.Shape(across, start=2), axis=0), allowzero=1)
+    dw = op.MatMul(columns, op.Transpose(across, perm=[0, 2, 1]))
+    return op.Reshape(op.Transpose(dw, perm=[0, 2, 1]), op.Shape(w), allowzero=1)
+
+
+def _of_group(op: Recorder, dy: ir.Value, form: _Form, group: int) -> ir.Value:
+    """dY as (group, M / group, samples and positions)."""
+    # Samples beside positions: onnxruntime does not broadcast a product over an empty batch.
+    swapped = op.Transpose(dy, perm=[1, 0, *form.axes])
+    filters = op.Div(op.Shape(swapped, end=1), [group])
+    columns = op.ReduceProd(op.Shape(swapped, start=1), keepdims=1)
+    return op.Reshape(swapped, op.Concat([group], filters, columns, axis=0), allowzero=1)
 
 
 def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
@@ -591,8 +721,19 @@ def _by_group(op: Recorder, value: ir.Value, dy: ir.Value, group: int) -> ir.Val
     return op.Reshape(value, shape, allowzero=1)
 
 
+def _require_kernel(node: ForwardNode) -> None:
+    """Refuse a node whose kernel size cannot be told, by its own name and not that of its gradient."""
+    w = node.input(1)
+    known = bool(node.attribute("kernel_shape")) or _has_known_kernel(w)
+    if not known and _needs_kernel(w, node.grad(0), node.attribute("auto_pad")):
+        raise node.unsupported(
+            f"its kernel size is not known; declare the shape of {w.name!r}, or give the node a kernel_shape"
+        )
+
+
 @gradient("Conv")
 def conv_gradient(node: ForwardNode) -> Gradients:
+    _require_kernel(node)
     return node.op.ConvGrad(
         node.grad(0),
         node.input(0),
@@ -612,6 +753,7 @@ def conv_transpose_gradient(node: ForwardNode) -> Gradients:
     """dX = Conv(dY, W); dW is that convolution's gradient towards W for the gradient X; dB = sum of dY"""
     op, dy, w = node.op, node.grad(0), node.input(1)
     axes = list(range(2, node.rank()))
+    _require_kernel(node)
     pads = _transposed_pads(node)
     known = isinstance(pads, list)
     spread = dy if known else op.Pad(dy, pads, None, axes, rank=node.rank())

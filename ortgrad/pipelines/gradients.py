@@ -8,28 +8,27 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from ortgrad.autodiff.backward import BackwardPass, list_failures
-from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets
-from ortgrad.dialects.gradient_operator import expand_gradient_operator
-from ortgrad.errors import ModelError, NodeError, UnsupportedGradientError
+from ortgrad.autodiff.stopped import describe_stops
+from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets, refuse_integers
+from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.inference import infer_types
-from ortgrad.graph.metadata import describe_build
+from ortgrad.graph.metadata import describe_build, is_built
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.graph.traversal import values_by_name
-from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported
-from ortgrad.passes.inline import inline
-from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
-from ortgrad.passes.state_pool_sizes import state_sizes
+from ortgrad.passes.state_pool_sizes import state_pool_sizes
+from ortgrad.passes.tidy import remove_unused, sort
+from ortgrad.pipelines.opening import open_model, run
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Plan:
     # What is known of the shapes of targets and outputs, whatever the file declares.
     proven: Mapping[str, ir.Shape | None]
     declared: Declared
+    # Why gradients are zero that one would not expect to be.
+    stopped: str | None
 
 
 def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
@@ -58,19 +59,13 @@ def _plan(
     source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
 ) -> Plan:
     """`plan`, where ranks that the file declares count or do not count."""
-    model = inline(read(source), lambda function: not is_body(function))
-    complete(model)
-    model = at_minimum_opset(model)
-    drop_empty_inputs(model)
-    expand_gradient_operator(model)
+    model = open_model(
+        source, lambda model: refuse_integers(model, of), inlined=lambda function: not is_body(function)
+    )
+    model = run(model, fold_ifs, sort)
     graph = model.graph
-    try:
-        graph.sort()
-    except ValueError as error:
-        raise ModelError("the nodes of the model form a cycle") from error
     declared = infer_proven_shapes(model)
-    if pad_all_axes(model):
-        infer_types(model)
+    model = pad_all_axes(model)
     outputs = find_outputs(graph, of)
     targets = find_targets(model, wrt, source, outputs)
     # With a default, so that a training loop can feed new values; from now on nobody takes it for a constant.
@@ -83,7 +78,7 @@ def _plan(
     if trusting:
         assume_ranks(model, declared, outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
-    expand_unsupported(model, targets, outputs)
+    model = expand_unsupported(model, targets, outputs)
     # What was opened up has new values under the old names.
     values = values_by_name(graph)
     targets, outputs = ([values[name] for name in group] for group in names)
@@ -102,17 +97,23 @@ def _plan(
     # What must be fed comes first.
     graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
     backward.run()
-    return Plan(model, backward, targets, outputs, results, proven, declared)
+    # Second derivatives of what is linear in pieces are zero, as everybody expects.
+    stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
+    return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
 
 
-def build(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> onnx.ModelProto:
-    """`build_gradient_model` for a ModelProto."""
+def build(
+    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None
+) -> tuple[onnx.ModelProto, str | None]:
+    """`build_gradient_model` for a ModelProto, and why gradients are zero that one would not expect to be."""
     planned = plan(source, wrt, of)
     try:
-        return _assemble(planned, source)
+        built = _assemble(planned, source)
     except NodeError:
         # The body of an operator needs a rank that nothing proves.
-        return _assemble(_plan(source, wrt, of, trusting=True), source)
+        planned = _plan(source, wrt, of, trusting=True)
+        built = _assemble(planned, source)
+    return built, planned.stopped
 
 
 def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
@@ -129,17 +130,15 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
     for node in graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
     graph.outputs.extend(results)
-    graph.sort()
-    deduplicate(model)
-    RemoveUnusedNodesPass()(model)
-    for node in graph.all_nodes():
-        # The pass takes away empty inputs at the end, of which Loop needs two.
-        if node.op_type == "Loop" and len(node.inputs) < 2:
-            node.resize_inputs(2)
-    RemoveUnusedOpsetsPass()(model)
-    complete(model, built=True)
-    state_sizes(model)
-    attach(model)
+    model = run(
+        model,
+        sort,
+        deduplicate,
+        remove_unused,
+        lambda model: complete(model, built=True),
+        state_pool_sizes,
+        attach,
+    )
     planned.declared.restore_borders()
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
     model.metadata_props.update(describe_build(*names))
@@ -164,9 +163,9 @@ def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:
 def _one(op: Recorder, value: ir.Value, proven: bool) -> ir.Value:
     """The gradient of a scalar towards itself; if it is not known to be one, that is checked at run time."""
     assert value.dtype is not None
-    op.scope = f"{value.name}_grad"
-    one = op.constant(np.array(1.0, value.dtype.numpy()))
-    return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
+    with op.scoped(f"{value.name}_grad"):
+        one = op.constant(np.array(1.0, value.dtype.numpy()))
+        return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
 
 
 def _checked(op: Recorder, seed: ir.Value, value: ir.Value) -> ir.Value:
@@ -174,22 +173,20 @@ def _checked(op: Recorder, seed: ir.Value, value: ir.Value) -> ir.Value:
     if seed.shape is not None and seed.shape.is_static():
         # onnxruntime compares what is fed with numbers.
         return seed
-    op.scope, op.checked, op.label = f"{seed.name}", True, f"{seed.name} input"
-    checked = op.require_shape(seed, value, f"the shape of {value.name}")
-    op.checked = False
-    return checked
+    with op.scoped(f"{seed.name}"), op.checking(f"{seed.name} input"):
+        return op.require_shape(seed, value, f"the shape of {value.name}")
 
 
 def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:
     """The gradient of a target under the name that belongs to it."""
     op = backward.op
     grad = backward.total(value)
-    op.scope = f"{value.name}_grad"
-    if grad is None:
-        grad = op.full_like(value, 0.0)
-    producer = grad.producer()
-    if producer is None or producer.graph is not None or grad in others:
-        # Another target's gradient is the same tensor, or it comes from outside.
-        grad = op.copy(grad)
+    with op.scoped(f"{value.name}_grad"):
+        if grad is None:
+            grad = op.full_like(value, 0.0)
+        producer = grad.producer()
+        if producer is None or producer.graph is not None or grad in others:
+            # Another target's gradient is the same tensor, or it comes from outside.
+            grad = op.copy(grad)
     grad.name, grad.type = name, value.type
     return grad

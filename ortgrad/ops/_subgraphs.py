@@ -1,0 +1,508 @@
+"""Gradient rules of If, Loop and Scan.
+
+The backward node runs the subgraph's forward nodes again, and then their backward nodes. A loop
+is walked from its last iteration to its first: the forward node is made to save the state with
+which every iteration starts, and the backward node carries the gradient of the state, and a sum
+for every value that the body reads from outside. A state that the body passes on unchanged is read
+from outside as well, so neither it nor its gradient is stacked.
+
+The states of a Loop may have other shapes in every iteration, and what is stacked may not. States that
+are not known to keep theirs are kept in sequences, by a loop that runs the forward body once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.traversal import RecursiveGraphIterator
+
+from ortgrad.autodiff.backward import BackwardPass, active_values
+from ortgrad.autodiff.rules import ForwardNode, Gradients
+from ortgrad.graph.recorder import RANDOM, Recorder
+from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies
+
+
+def if_gradient(node: ForwardNode) -> Gradients:
+    names = ("then_branch", "else_branch")
+    graphs = [node.attribute(name) for name in names]
+    captured = _active_captures(node, graphs)
+    seeds = {i: g for i in range(len(node.outputs)) if (g := node.optional_grad(i)) is not None}
+    branches = {}
+    for name, graph in zip(names, graphs, strict=True):
+        body = _Body(node, graph)
+        totals = body.differentiate(seeds, captured)
+        body.close([t or body.op.full_like(v, 0.0) for v, t in zip(captured, totals, strict=True)])
+        branches[name] = body.graph
+    results = _emit(node.op, "If", [node.input(0)], branches, captured)
+    node.captured.update(zip(captured, results, strict=True))
+    return (None,)
+
+
+def loop_gradient(node: ForwardNode) -> Gradients:
+    op, graph = node.op, node.attribute("body")
+    count = len(graph.inputs) - 2
+    before, after = slice(2, 2 + count), slice(1, 1 + count)
+    step = _Step(node, graph, node.inputs[2:], before, after)
+    body, states = step.body, step.states
+    needed = [i for i, value in enumerate(states) if value.uses()]
+    same = [i for i in needed if _keeps_shape(node.input(2 + i), states[i])]
+    saved = {i: _save(node, graph, 2 + i, after) for i in same}
+    counted = next(iter(saved.values())) if saved else _save(node, graph, 0, after)
+    trips = op.Squeeze(op.Shape(counted, start=0, end=1))
+    last = op.Sub(trips, 1)
+
+    # Iteration k of the backward loop undoes iteration last - k.
+    number, condition = (body.value_like(value, f"{value.name}") for value in body.inputs[:2])
+    number.shape = condition.shape = ir.Shape([])
+    front = body.new_ops()
+    current = front.Sub(last, number)
+    provided = {states[i]: front.Gather(tensor, current, axis=0) for i, tensor in saved.items()}
+    for i, sequence in _replay(node, graph, [i for i in needed if i not in saved]).items():
+        provided[states[i]] = front.SequenceAt(sequence, current)
+    for i, piece in step.pieces.items():
+        provided[piece] = front.Gather(node.grad(count + i), current, axis=0)
+    for i, seed in step.ends.items():
+        # Only what the last iteration wrote is a result of the loop.
+        if seed.uses():
+            provided[seed] = _if(front, front.Equal(number, 0), node.optional_grad(i), body.outputs[1 + i])
+    # An iteration that ran began with a condition that was true, and so does every one here.
+    true = front.constant(np.array(True))
+    body.graph.outputs.insert(0, true)
+    body.graph.inputs.extend([number, condition, *step.before])
+    for value, scalar in zip(body.inputs[:2], (current, true), strict=True):
+        # Some files declare these as vectors of one element, and onnxruntime obliges.
+        vector = value.shape is not None and len(value.shape) == 1
+        if value.uses():
+            provided[value] = front.Reshape(scalar, [1]) if vector else scalar
+    body.provide(front, provided)
+    results = _emit(op, "Loop", [trips, None, *step.initial], {"body": body.graph}, step.like)
+    grads = step.finish(results)
+    for i in step.ends:
+        # Without any iteration, the initial state is the result.
+        if node.wants(2 + i):
+            grads[i] = _if(op, op.Equal(trips, 0), node.optional_grad(i), node.input(2 + i))
+    return None, None, *grads
+
+
+def scan_gradient(node: ForwardNode) -> Gradients:
+    graph, scanned = node.attribute("body"), node.attribute("num_scan_inputs")
+    count = len(graph.inputs) - scanned
+    outputs = len(graph.outputs) - count
+    axes = node.attribute("scan_input_axes") or [0] * scanned
+    directions = node.attribute("scan_input_directions") or [0] * scanned
+    output_axes = node.attribute("scan_output_axes") or [0] * outputs
+    output_directions = node.attribute("scan_output_directions") or [0] * outputs
+    states = slice(0, count)
+    step = _Step(node, graph, node.inputs, states, states, ranked=True)
+    body = step.body
+
+    plain = [axis == direction == 0 for axis, direction in zip(output_axes, output_directions, strict=True)]
+    # What the backward node scans: value in the body, tensor, axis, and the other direction.
+    scans: list[tuple[ir.Value, ir.Value, int, int]] = []
+    for i, value in enumerate(body.inputs):
+        if not value.uses():
+            continue
+        if i < count:
+            scans.append((value, _save(node, graph, i, states, plain), 0, 1))
+        else:
+            scans.append((value, node.input(i), axes[i - count], 1 - directions[i - count]))
+    for i, piece in step.pieces.items():
+        scans.append((piece, node.grad(count + i), output_axes[i], 1 - output_directions[i]))
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if node.attribute(name):
+            saved = len(graph.outputs) - count - outputs
+            node.forward.attributes.add(ir.AttrInt64s(name, [*node.attribute(name), *[0] * saved]))
+    if not scans:
+        # Something must say how often.
+        scans.append((body.inputs[count], node.input(count), axes[0], 0))
+    body.graph.inputs.extend([*step.before, *(value for value, *_ in scans)])
+    attributes = {
+        "body": body.graph,
+        "num_scan_inputs": len(scans),
+        "scan_input_axes": [axis for _, _, axis, _ in scans],
+        "scan_input_directions": [direction for *_, direction in scans],
+        "scan_output_axes": [axes[i - count] for i in step.scanned],
+        "scan_output_directions": [1 - directions[i - count] for i in step.scanned],
+    }
+    operands = [*step.initial, *(tensor for _, tensor, *_ in scans)]
+    like = [*step.like, *(node.input(i) for i in step.scanned)]
+    results = _emit(node.op, "Scan", operands, {k: v for k, v in attributes.items() if v}, like)
+    grads = dict(zip(step.scanned, results[len(step.like) :], strict=True))
+    for i in step.flat_scanned:
+        if axes[i - count] != 0:
+            raise node.unsupported(
+                f"it scans {node.input(i).name!r}, whose number of dimensions is not known, along axis "
+                f"{axes[i - count]}"
+            )
+        grads[i] = node.op.Reshape(grads[i], node.op.Shape(node.input(i)), allowzero=1)
+    return *step.finish(results), *(grads.get(i) for i in range(count, count + scanned))
+
+
+class _Body:
+    """A copy of a subgraph to which its backward nodes are added.
+
+    `inputs` and `outputs` are those of the forward graph; `graph` has none until they are set.
+    """
+
+    def __init__(self, node: ForwardNode, graph: ir.Graph) -> None:
+        _refuse_random(node, graph)
+        self._node = node
+        self.graph = graph.clone(allow_outer_scope_values=True)
+        node.op.names.rename(self.graph)
+        self.inputs = list(self.graph.inputs)
+        self.outputs = list(self.graph.outputs)
+        self.graph.inputs.clear()
+        self.graph.outputs.clear()
+        self.op = self.new_ops()
+
+    def new_ops(self) -> Recorder:
+        return self._node.op.inside(self.graph.name or "body")
+
+    def value_like(self, value: ir.Value, name: str) -> ir.Value:
+        """An input for the graph, of the type and shape of another value."""
+        return ir.Value(name=self.new_ops().name(name), type=value.type, shape=value.shape)
+
+    def differentiate(
+        self, seeds: Mapping[int, ir.Value], targets: Sequence[ir.Value]
+    ) -> list[ir.Value | None]:
+        """The gradients of the targets, given those of outputs; None where there is none."""
+        backward = BackwardPass(self.op, list(self.graph), targets, outside=seeds.values())
+        for i, grad in seeds.items():
+            backward.seed(self.outputs[i], grad)
+        backward.run()
+        if backward.failures:
+            reasons = [f"{f.node.op_type} node {f.node.name!r}: {f.reason}" for f in backward.failures]
+            raise self._node.unsupported(f"in {self.graph.name!r}, {'; '.join(reasons)}")
+        return [backward.total(value) for value in targets]
+
+    def close(self, outputs: Iterable[ir.Value], keep: Iterable[ir.Value] = ()) -> None:
+        """Take in what is recorded, for these outputs, and drop the nodes that nobody needs.
+
+        `keep` are values that will be read later.
+        """
+        own: set[ir.Value] = {value for made in self.op.nodes for value in made.outputs}
+        for value in outputs:
+            # An output of a graph must come from a node of it, and from one place only.
+            output = value if value in own else self.op.copy(value)
+            own.discard(output)
+            self.graph.outputs.append(output)
+        self.graph.extend(self.op.nodes)
+        kept = {*self.graph.outputs, *keep}
+        for made in reversed(self.graph):
+            if not any(value in kept or value.uses() for value in made.outputs):
+                self.graph.remove(made, safe=True)
+
+    def provide(self, front: Recorder, values: Mapping[ir.Value, ir.Value]) -> None:
+        """Put what `front` has recorded in the place of values that were left open."""
+        for value, other in values.items():
+            other.type, other.shape = other.type or value.type, other.shape or value.shape
+            ir.convenience.replace_all_uses_with(value, other)
+        self.graph.extend(front.nodes)
+        self.graph.sort()
+
+
+class _Step:
+    """One iteration backwards: which gradients go through it, and the body that computes them.
+
+    `carried` are the gradients of states that go on from iteration to iteration, and `ends` those of states
+    from which nothing goes on to the iteration before, so they begin anew in each one.
+    States and scan outputs are known by their number, scan inputs by their place among the inputs.
+    `inputs` and `outputs` say where the states are among those of the body. With `ranked`, all outputs of the
+    body must have a known rank, which onnxruntime wants of Scan: gradients of values without one are flat.
+    """
+
+    def __init__(
+        self,
+        node: ForwardNode,
+        graph: ir.Graph,
+        operands: Gradients,
+        inputs: slice,
+        outputs: slice,
+        *,
+        ranked: bool = False,
+    ) -> None:
+        self._node = node
+        self.body = body = _Body(node, graph)
+        self.states = body.inputs[inputs]
+        if ranked:
+            for value, result in zip(self.states, body.outputs[outputs], strict=True):
+                # A state keeps its shape, and its output has one.
+                value.shape = value.shape or result.shape
+        fed = list(zip(body.inputs[inputs.start :], operands, strict=False))
+        for value, operand in fed:
+            if value.type is None and operand is not None:
+                value.type = operand.type
+        self._operands = [operand for _, operand in fed[: len(self.states)]]
+        self._unchanged = _capture_unchanged(self.states, body.outputs[outputs], self._operands)
+        captured = _active_captures(node, [graph])
+        captured += [value for value in self._unchanged.values() if value in node.active]
+        captured = list(dict.fromkeys(captured))
+        targets = [value for value, operand in fed if operand in node.active]
+        targets += _activated(list(body.graph), [*targets, *captured], self.states, body.outputs[outputs])
+        self.carried = {}
+        for i, (value, result) in enumerate(zip(self.states, body.outputs[outputs], strict=True)):
+            if value not in targets or i in self._unchanged or not isinstance(value.type, ir.TensorType):
+                # No operator passes on a gradient of a sequence.
+                continue
+            if node.optional_grad(i) is not None or value.uses() or value in body.outputs:
+                # It comes in as the gradient of what the iteration wrote.
+                seed = self.carried[i] = body.value_like(value, f"{value.name}_grad")
+                seed.shape = result.shape or value.shape
+        self.pieces = {
+            i: body.value_like(value, f"{value.name}_grad")
+            for i, value in enumerate(body.outputs[outputs.stop :])
+            if node.optional_grad(len(self.states) + i) is not None
+        }
+        seeds = {outputs.start + i: value for i, value in self.carried.items()}
+        seeds |= {outputs.stop + i: value for i, value in self.pieces.items()}
+        grads = body.differentiate(seeds, [*targets, *captured])
+        totals = {v: g for v, g in zip([*targets, *captured], grads, strict=True) if g is not None}
+        self.sums = {
+            value: body.value_like(value, f"{value.name}_grad_sum") for value in captured if value in totals
+        }
+        self.ends: dict[int, ir.Value] = {}
+        if not ranked:
+            self.ends = {i: seed for i, seed in self.carried.items() if self.states[i] not in totals}
+            self.carried = {i: seed for i, seed in self.carried.items() if i not in self.ends}
+        self.scanned = [i for i, v in enumerate(body.inputs) if i >= inputs.stop and v in totals]
+        op = body.op
+        self._flat = {value for value in self.sums if ranked and value.shape is None}
+        self.flat_scanned = [i for i in self.scanned if ranked and body.inputs[i].shape is None]
+        for value in (*self._flat, *(body.inputs[i] for i in self.flat_scanned)):
+            totals[value] = op.Reshape(totals[value], [-1])
+        for value in self._flat:
+            self.sums[value].shape = ir.Shape([None])
+        # In a Scan, a state and its gradients have one shape.
+        after = [totals.get(self.states[i]) or op.full_like(seed, 0.0) for i, seed in self.carried.items()]
+        after += [op.Add(total, totals[value]) for value, total in self.sums.items()]
+        after += [totals[body.inputs[i]] for i in self.scanned]
+        results = body.outputs[outputs]
+        body.close(after, keep=[results[i] for i in self.ends])
+        if ranked:
+            ranks = [*(self.states[i] for i in self.carried), *self.sums.values()]
+            ranks += [body.inputs[i] for i in self.scanned]
+            for output, value in zip(body.graph.outputs, ranks, strict=True):
+                rank = 1 if value.shape is None else len(value.shape)
+                output.type, output.shape = value.type, ir.Shape([None] * rank)
+        self.pieces = {i: value for i, value in self.pieces.items() if value.uses()}
+
+    @property
+    def before(self) -> list[ir.Value]:
+        """The inputs of the body that carry gradients and sums."""
+        return [*self.carried.values(), *self.sums.values()]
+
+    @property
+    def initial(self) -> list[ir.Value]:
+        """What the backward node starts from."""
+        op = self._node.op
+        zeros = [op.full_like(value, 0.0) for value in self.sums]
+        zeros = [op.Reshape(z, [-1]) if v in self._flat else z for v, z in zip(self.sums, zeros, strict=True)]
+        return [*(self._node.grad(i) for i in self.carried), *zeros]
+
+    @property
+    def like(self) -> list[ir.Value]:
+        """Values of the type and shape of what the backward node ends with."""
+        starts = (self._operands[i] or self.states[i] for i in self.carried)
+        return [*starts, *self.sums.values()]
+
+    def finish(self, results: Sequence[ir.Value]) -> list[ir.Value | None]:
+        """Hand over the sums; returns the gradients of the initial states."""
+        op = self._node.op
+        for value, total in zip(self.sums, results[len(self.carried) :], strict=False):
+            flat = value in self._flat
+            self._node.captured[value] = op.Reshape(total, op.Shape(value), allowzero=1) if flat else total
+        grads: dict[int, ir.Value | None] = dict(zip(self.carried, results, strict=False))
+        grads |= {i: self._node.optional_grad(i) for i in self._unchanged}
+        return [grads.get(i) for i in range(len(self.states))]
+
+
+def _activated(
+    nodes: Sequence[ir.Node],
+    targets: Sequence[ir.Value],
+    before: Sequence[ir.Value],
+    after: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """The states that start without anything to differentiate and get it from an iteration."""
+    found: list[ir.Value] = []
+    while True:
+        active = active_values(nodes, [*targets, *found])
+        more = [
+            start
+            for start, end in zip(before, after, strict=True)
+            if end in active and start not in active and start.dtype in FLOAT_TYPES
+        ]
+        if not more:
+            return found
+        found += more
+
+
+def _source(value: ir.Value) -> ir.Value:
+    """The value of which another one is a copy."""
+    while (node := value.producer()) is not None:
+        place, source = value.index() or 0, None
+        if node.op_type == "Identity":
+            source = node.inputs[0]
+        elif node.op_type in ("Loop", "Scan"):
+            body = node.attributes["body"].as_graph()
+            first, results = (2, body.outputs[1:]) if node.op_type == "Loop" else (0, body.outputs)
+            scanned = 0 if node.op_type == "Loop" else node.attributes["num_scan_inputs"].as_int()
+            states = body.inputs[first : len(body.inputs) - scanned]
+            if place < len(states) and _source(results[place]) is states[place]:
+                source = node.inputs[first + place]
+        elif node.op_type == "If":
+            branches = [attribute.as_graph() for attribute in node.attributes.values()]
+            sources = {_source(branch.outputs[place]) for branch in branches}
+            source = sources.pop() if len(sources) == 1 else None
+        if source is None:
+            break
+        value = source
+    return value
+
+
+def _keeps_shape(start: ir.Value, state: ir.Value) -> bool:
+    """Whether a state of a Loop is known to have its initial shape in all iterations."""
+    if start.shape is None or state.shape is None or len(start.shape) != len(state.shape):
+        return False
+    # Inference gives a name of its own to a size of which it knows nothing.
+    pairs = zip(start.shape, state.shape, strict=True)
+    return all(a == b and (isinstance(a, int) or a.value is not None) for a, b in pairs)
+
+
+def _capture_unchanged(
+    states: Sequence[ir.Value], results: Sequence[ir.Value], operands: Gradients
+) -> dict[int, ir.Value]:
+    """Have a body read the states that it passes on unchanged from outside; what it reads then, by state."""
+    found: dict[int, ir.Value] = {}
+    for i, (value, result, operand) in enumerate(zip(states, results, operands, strict=True)):
+        known = operand is not None and (operand.shape is not None or value.shape is None)
+        if operand is not None and known and _source(result) is value:
+            found[i] = operand
+    for i, operand in found.items():
+        ir.convenience.replace_all_uses_with(states[i], operand)
+    return found
+
+
+def _replay(node: ForwardNode, graph: ir.Graph, places: Sequence[int]) -> dict[int, ir.Value]:
+    """Run a Loop again that keeps, in sequences, some of the states with which its iterations start."""
+    if not places:
+        return {}
+    op, body = node.op, _Body(node, graph)
+    states, results = body.inputs[2:], body.outputs[1 : len(body.inputs) - 1]
+    _capture_unchanged(states, results, node.inputs[2:])
+    needed = _needed_states(body, states, results, places)
+    body.graph.inputs.extend([*body.inputs[:2], *(states[i] for i in needed)])
+    body.close([body.outputs[0], *(results[i] for i in needed)])
+    starts: list[ir.Value] = []
+    keeping = body.new_ops()
+    for i in places:
+        type_ = states[i].type
+        if not isinstance(type_, ir.TensorType):
+            raise node.unsupported(f"the state {states[i].name!r} of its body is not known to be a tensor")
+        (start,) = op.add("SequenceEmpty", [], {"dtype": int(type_.dtype)})
+        start.type = ir.SequenceType(type_)
+        before = body.value_like(start, f"{states[i].name}/kept")
+        (after,) = keeping.add("SequenceInsert", [before, states[i]])
+        after.type = start.type
+        body.graph.inputs.append(before)
+        body.graph.outputs.append(after)
+        starts.append(start)
+    body.graph.extend(keeping.nodes)
+    operands = [*node.inputs[:2], *(node.input(2 + i) for i in needed), *starts]
+    outputs = op.add("Loop", operands, {"body": body.graph}, outputs=len(needed) + len(starts))
+    for output, value in zip(outputs, (*(states[i] for i in needed), *starts), strict=True):
+        output.type = value.type
+    return dict(zip(places, outputs[len(needed) :], strict=True))
+
+
+def _needed_states(
+    body: _Body, states: Sequence[ir.Value], results: Sequence[ir.Value], places: Sequence[int]
+) -> list[int]:
+    """The states on which some of them and the number of iterations depend."""
+    needed: set[int] = set()
+    more = set(places)
+    while more:
+        needed |= more
+        read = {body.outputs[0], *(results[i] for i in needed)}
+        for made in reversed(body.graph):
+            if any(value in read for value in made.outputs):
+                read.update(dependencies(made))
+        more = {i for i, value in enumerate(states) if value in read} - needed
+    return sorted(needed)
+
+
+def _if(op: Recorder, condition: ir.Value, grad: ir.Value | None, like: ir.Value) -> ir.Value:
+    """A gradient if a condition holds, and zeros of the shape of a value if it does not."""
+    if grad is None:
+        return op.full_like(like, 0.0)
+    branches = {
+        "then_branch": op.subgraph("then", [], lambda inner: [inner.copy(grad)]),
+        "else_branch": op.subgraph("else", [], lambda inner: [inner.full_like(like, 0.0)]),
+    }
+    (result,) = op.add("If", [condition], branches)
+    result.type = like.type
+    return result
+
+
+def _active_captures(node: ForwardNode, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
+    found = dict.fromkeys(value for graph in graphs for value in captured_values(graph))
+    return [value for value in found if value in node.active]
+
+
+def _refuse_random(node: ForwardNode, graph: ir.Graph) -> None:
+    """Random nodes would draw other numbers when the backward node runs them again."""
+    for inner in RecursiveGraphIterator(graph):
+        idle = inner.op_type == "Dropout" and (len(inner.inputs) < 3 or inner.inputs[2] is None)
+        if inner.op_type in RANDOM and not idle:
+            raise node.unsupported(f"its subgraph holds the random {inner.op_type} node {inner.name!r}")
+
+
+def _save(
+    node: ForwardNode, graph: ir.Graph, i: int, states: slice, plain: Sequence[bool] | None = None
+) -> ir.Value:
+    """Make a loop put out, for every iteration, the i-th input of its body.
+
+    `states` says where the states are among the outputs of the body, `plain` which of the
+    scan outputs after them are stacked in the usual way.
+    """
+    value = graph.inputs[i]
+    if not isinstance(value.type, ir.TensorType):
+        raise node.unsupported(f"the state {value.name!r} of its body is not known to be a tensor")
+    first = states.stop
+    for place, output in enumerate(graph.outputs[first:], first):
+        producer = output.producer()
+        if plain is not None and not all(plain[place - first : place - first + 1]):
+            continue
+        if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is value:
+            # A model that was built before saves it already.
+            return node.add_output(place - states.start)
+    name = node.op.names.fresh(f"{value.name}/saved")
+    keeper = ir.Node("", "Identity", [value], name=name)
+    kept = keeper.outputs[0]
+    # A state of a Scan keeps its shape, so its output may tell it.
+    shape = value.shape or (graph.outputs[i].shape if plain is not None else None)
+    kept.name, kept.type, kept.shape = name, value.type, shape
+    graph.append(keeper)
+    graph.outputs.append(kept)
+    saved = node.add_output(len(graph.outputs) - 1 - states.start)
+    saved.type = value.type
+    saved.shape = None if shape is None else ir.Shape([None, *shape])
+    return saved
+
+
+def _emit(
+    op: Recorder,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any],
+    like: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """Record a node whose outputs have the types and shapes of `like`."""
+    if not like:
+        return []
+    outputs = op.add(op_type, inputs, attributes, outputs=len(like))
+    for output, value in zip(outputs, like, strict=True):
+        output.type, output.shape = value.type, value.shape
+    return list(outputs)

@@ -1,0 +1,60 @@
+"""Ifs whose condition is a constant.
+
+Exporters write them for a decision that was made when the model was exported. onnxruntime puts the nodes of
+the branch in their place, too, but in the body of a Loop it may lose their results on the way.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortgrad.graph.names import Names
+
+
+def fold_ifs(model: ir.Model) -> ir.Model:
+    """Put the branch that is taken in the place of an If, also inside of other subgraphs."""
+    if not any(_branch_taken(node) for node in model.graph.all_nodes()):
+        return model
+    # No two values of the model have the same name from here on, in whatever graph they are.
+    names = Names.of(model)
+    for graph in list(model.graphs()):
+        waiting = list(graph)
+        while waiting:
+            node = waiting.pop()
+            branch = _branch_taken(node)
+            if branch is not None:
+                waiting += _put_in_place(node, branch, graph, names)
+    return model
+
+
+def _branch_taken(node: ir.Node) -> ir.Graph | None:
+    if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
+        return None
+    condition = node.inputs[0]
+    if condition is None or condition.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(condition)
+    if tensor is None or tensor.size != 1:
+        return None
+    taken = "then_branch" if tensor.numpy().item() else "else_branch"
+    return node.attributes[taken].as_graph()
+
+
+def _put_in_place(node: ir.Node, branch: ir.Graph, graph: ir.Graph, names: Names) -> list[ir.Node]:
+    results, nodes = list(branch.outputs), list(branch)
+    branch.outputs.clear()
+    branch.remove(nodes)
+    for name in list(branch.initializers):
+        graph.register_initializer(branch.initializers.pop(name))
+    free = {value for inner in nodes for value in inner.outputs}
+    values = []
+    for old, new in zip(node.outputs, results, strict=True):
+        if new not in free:
+            # It comes from outside, or is another output as well.
+            copy = ir.node("Identity", [new], name=names.fresh(f"{old.name}/Identity"))
+            nodes.append(copy)
+            new = copy.outputs[0]
+        free.discard(new)
+        values.append(new)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, values)
+    return nodes

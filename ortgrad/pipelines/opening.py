@@ -1,0 +1,43 @@
+"""What is done to every model first: afterwards it is written in our operators and in those of one opset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+import onnx_ir as ir
+
+from ortgrad.dialects.gradient_operator import expand_gradient_operator
+from ortgrad.dialects.training import write_in_standard_onnx
+from ortgrad.dialects.training_nodes import adopt_training_nodes
+from ortgrad.graph.serialization import read
+from ortgrad.passes.absent_inputs import drop_empty_inputs
+from ortgrad.passes.complete import complete
+from ortgrad.passes.inline import inline
+from ortgrad.passes.opset import at_minimum_opset
+
+Pass = Callable[[ir.Model], ir.Model]
+
+OPENING: tuple[Pass, ...] = (
+    adopt_training_nodes,
+    complete,
+    at_minimum_opset,
+    drop_empty_inputs,
+    write_in_standard_onnx,
+    expand_gradient_operator,
+)
+
+
+def open_model(source: onnx.ModelProto, *first: Pass, inlined: Callable[[ir.Function], bool]) -> ir.Model:
+    """The model in onnx-ir, after the passes in `first` and those above.
+
+    Functions that `inlined` picks are inlined before.
+    """
+    return run(inline(read(source), inlined), *first, *OPENING)
+
+
+def run(model: ir.Model, *passes: Pass) -> ir.Model:
+    """The model after one pass and the other."""
+    for each in passes:
+        model = each(model)
+    return model
