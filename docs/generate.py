@@ -80,7 +80,7 @@ def operator_table() -> str:
             ", ".join(s.name + "?" * s.optional for s in o.inputs),
             ", ".join(s.name + "?" * s.optional for s in o.outputs),
             ", ".join(o.attributes),
-            "by shape" if callable(o.auto) else o.auto,
+            o.auto,
             o.doc.split("\n")[0].replace("|", "\\|"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

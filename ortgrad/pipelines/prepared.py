@@ -8,11 +8,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortgrad.graph.gradient_nodes import call_of, dimensions
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.serialization import write
 from ortgrad.operators.call import EMPTY_PREFIX
-from ortgrad.operators.declaration import PYTHON_TYPES, Operand, Operator, Way, find_operator
+from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
 from ortgrad.pipelines.opening import open_model, run
@@ -33,24 +32,13 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        if kernels == "onnx" or (kernels == "auto" and operator.body and _faster(node, operator) == "onnx"):
+        if kernels == "onnx" or (kernels == "auto" and operator.body and operator.auto == "onnx"):
             return True
         # onnxruntime-extensions refuses these element types, even beside a function body.
         types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype]
         return any(t.numpy().name not in PYTHON_TYPES for t in types)
 
     return choose
-
-
-def _faster(node: ir.Node, operator: Operator) -> Way:
-    if not callable(operator.auto):
-        return operator.auto
-    call = call_of(node, operator)
-    operands = [
-        Operand(dimensions(value)) if value is not None and real else None
-        for value, real in zip(node.inputs, call.present, strict=True)
-    ]
-    return operator.auto(*operands, **call.attributes)
 
 
 def _holds_gradients(function: ir.Function) -> bool:
