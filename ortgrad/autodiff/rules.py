@@ -89,6 +89,7 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
             for i, derivative in enumerate(derivatives)
         ]
 
+    rule.__name__ = f"gradient_of_{op_type}"
     _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1))
 
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import Call, parse_call
-from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Shape, find_operator
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, find_operator
 
 
 def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
@@ -54,10 +54,3 @@ def _drop_unread(node: ir.Node, needed: set[ir.Value]) -> bool:
     for i in range(len(node.inputs)):
         node.replace_input_with(i, None)
     return True
-
-
-def dimensions(value: ir.Value) -> Shape | None:
-    """The shape as far as it is known: numbers, names, or None; None if the rank is not."""
-    if value.shape is None:
-        return None
-    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)

@@ -248,7 +248,7 @@ class Recorder(ir.tape.Tape):
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Have `+`, `-`, `*` and `/` on values record nodes here, on this thread."""
+        """Within this context, `+`, `-`, `*` and `/` on values record nodes here, for this thread."""
         outer = _recording.set(self)
         try:
             with _arithmetic:
@@ -258,7 +258,7 @@ class Recorder(ir.tape.Tape):
 
     @contextmanager
     def scoped(self, scope: str) -> Iterator[None]:
-        """Have what is recorded meanwhile named after something."""
+        """Within this context, the names of recorded nodes begin with `scope`."""
         outer, self.scope = self.scope, scope
         try:
             yield
@@ -320,10 +320,10 @@ _recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 
 
 class _Arithmetic:
-    """Hands arithmetic on values to the recorder that is at work.
+    """Passes arithmetic on values to the recorder that is active on this thread.
 
-    onnx-ir has one place in the process for such a handler. It is taken only while somebody records, and what
-    other threads do meanwhile goes to whom it would have gone to.
+    onnx-ir has a single handler per process. This one is installed only during recording; for threads that
+    do not record, it passes arithmetic to the handler that was set before.
     """
 
     def __init__(self) -> None:
@@ -344,7 +344,10 @@ class _Arithmetic:
                 ir.set_value_magic_handler(self._others)
 
     def __getattr__(self, op_type: str) -> Any:
-        return getattr(_recording.get() or self._others, op_type)
+        handler = _recording.get() or self._others
+        if handler is None:
+            raise ValueError("there is no handler: nothing is being recorded on this thread")
+        return getattr(handler, op_type)
 
 
 _arithmetic: Any = _Arithmetic()
