@@ -1,4 +1,4 @@
-"""Reading an image between its elements: what GridSample and DeformConv share."""
+"""Interpolation in images, for GridSample and DeformConv."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Samples:
         return self.op.Squeeze(self.op.MatMul(weight, self.values()), [2])
 
     def grad_of_rows(self, grad: ir.Value) -> ir.Value:
-        """From the gradient of the points, (B, points, C), that of the rows."""
+        """The gradient of the rows, from that of the points (B, points, C)."""
         op = self.op
         parts = op.Unsqueeze(grad, [2]) * self.weight()
         shape = op.Concat(op.Shape(self.indices, end=2), op.Shape(self.rows, start=2), axis=0)
@@ -61,7 +61,7 @@ class Samples:
         )
 
     def grad_of_coordinates(self, grad: ir.Value) -> ir.Value:
-        """From the gradient of the points, (B, points, C), that of (B, points, components)."""
+        """The gradient of the coordinates (B, points, components), from that of the points (B, points, C)."""
         op = self.op
         by_tap = op.MatMul(self.values(), op.Unsqueeze(grad, [3]))
         components = []
@@ -109,7 +109,7 @@ def sample(
         weights, slopes = op.CastLike(weights, x), op.CastLike(slopes, x)
 
     def of_component(values: ir.Value, i: int) -> ir.Value:
-        """(B, points, components, taps) with the taps of one component in an axis of their own."""
+        """The taps of one component of (B, points, components, taps), in an axis of their own."""
         own = op.Gather(values, i, axis=2)
         others = [2 + j for j in range(components) if j != i]
         return op.Unsqueeze(own, others) if others else own
@@ -147,15 +147,15 @@ def _polynomials(op: Recorder, fraction: ir.Value, table: np.ndarray) -> tuple[i
 
 
 def _inside(op: Recorder, taps: ir.Value, lengths: ir.Value, padding: str, align: bool) -> ir.Value:
-    """Where in the image the taps read."""
+    """The positions of the taps, moved into the image."""
     last = lengths - 1
     if padding != "reflection":
         return op.Min(op.Max(taps, 0), last)
     if align:
-        # Around the middle of the outermost elements.
+        # Reflect around the centres of the outermost elements.
         period = last * 2
         there = op.Mod(op.Abs(taps), op.Max(period, 1))
         return op.Min(there, period - there)
-    # Around their outer edges.
+    # Reflect around the outer edges of the outermost elements.
     there = op.Mod(taps, lengths * 2)
     return op.Min(there, lengths * 2 - 1 - there)

@@ -59,7 +59,7 @@ def in_place_accumulator_v2_body(
         return updated, None
     if overwrite is None:
         return updated, buffer + op.CastLike(value, buffer)
-    # Where would compute both and take three times as long.
+    # Where would compute both branches and take three times as long.
     total = op.If(
         overwrite,
         then_branch=op.subgraph("overwrite", [], lambda op: [op.CastLike(value, buffer)]),

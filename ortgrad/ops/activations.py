@@ -124,14 +124,14 @@ def quick_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value, *, alpha: floa
     return _gated_body(op, dy, u, u)
 
 
-# sigmoid(-80) counts for nothing beside 1, and exp(80) is finite; past it, an infinite X would make a NaN.
+# sigmoid(-80) is negligible beside 1, and exp(80) is finite; without this limit an infinite X would give NaN.
 _SATURATED = 80.0
 
 
 def _gated_grad(xdv: np.ndarray, dy: np.ndarray, e: np.ndarray) -> None:
     """dY * d/dX [X sigmoid(-v(X))] = dY * s * (1 - xdv (1 - s)), with e = exp(v), s = 1 / (1 + e) and
     xdv = X dv/dX; puts the result in xdv and overwrites e."""
-    # e s is 1 - s without the loss of digits, which a large xdv would bring to light.
+    # e s is 1 - s without cancellation, the error of which a large xdv would amplify.
     xdv *= e
     e += 1
     s = np.reciprocal(e, out=e)
@@ -143,7 +143,7 @@ def _gated_grad(xdv: np.ndarray, dy: np.ndarray, e: np.ndarray) -> None:
 
 def _gated_body(op: Recorder, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
     if is_half(u):
-        # exp(80) is not finite here, and Sigmoid is as exact as the type; in float32 it is not.
+        # exp(80) overflows in half precision, for which Sigmoid is accurate enough; for float32 it is not.
         s, rest = op.Sigmoid(u), op.Sigmoid(-u)
     else:
         e = op.Exp(-u)
@@ -214,7 +214,7 @@ def bias_gelu_grad_dx_body(op: Recorder, dy: ir.Value, x: ir.Value, b: ir.Value)
     return _gelu_body(op, dy, x + b)
 
 
-# phi(40) is 0 in every type; past it, inf * 0 would make a NaN of an infinite X.
+# phi(40) is 0 in every type; without this limit an infinite X would give inf * 0 = NaN.
 _GELU_SATURATED = 40.0
 
 # Mills' ratio M(a) = Phi(-a) / phi(a) for all a >= 0 in one formula: with r = 1 / (1 + a/k), M(a) is close to
@@ -317,14 +317,14 @@ elementwise(
     lambda op, dy, y, x, slope: op.Where(op.Greater(x, 0.0), 0.0, dy * x),
 )
 
-# For negative X, Y gives the exponential without overflow.
+# For negative X, the exponential is computed from Y, without overflow.
 elementwise("Elu", lambda op, dy, y, x, *, alpha: dy * _slope(op, x, 1.0, y + alpha))
 elementwise("Selu", lambda op, dy, y, x, *, alpha, gamma: dy * _slope(op, x, gamma, y + alpha * gamma))
 elementwise("Celu", lambda op, dy, y, x, *, alpha: dy * _slope(op, x, 1.0, y / alpha + 1.0))
 
 
 def _slope(op: Recorder, x: ir.Value, positive: float, negative: ir.Value) -> ir.Value:
-    """The derivative of a function by the sign of X."""
+    """A derivative that depends on the sign of X."""
     return op.Where(op.Greater(x, 0.0), positive, negative)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SWAPPED = [0, 1, 3, 2]
 _HEADS_FIRST = [0, 2, 1, 3]
 _END = np.iinfo(np.int64).max
-# What qk_matmul_output_mode makes the last output of: Q K' after scaling, softcap, mask, softmax.
+# The values of qk_matmul_output_mode: the last output is Q K' after scaling, softcap, mask or softmax.
 _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
 
 
@@ -66,7 +66,7 @@ class _Attention:
         if ds is not None:
             ds = op.SoftmaxGrad_13(ds, self.p, axis=-1)
         if d_qk is not None and self.mode == _BIASED:
-            # Masked scores are -inf, or the lowest number, whatever Q and K are.
+            # Masked scores are -inf or the lowest number, and do not depend on Q and K.
             lowest = -3e4 if is_half(d_qk) else -1e30
             d_qk = op.Where(op.Less(self._group_scores(node.output(3)), lowest), 0.0, d_qk)
         ds = self._with(ds, d_qk, _BIASED)
@@ -95,7 +95,7 @@ class _Attention:
         return zero_if_empty(self.op, product, self.node.input(0), 1 if self.flat else 2)
 
     def _forward(self) -> Sequence[ir.Value]:
-        """The outputs of the forward node with P as the last one, or of one like it."""
+        """The outputs of the forward node, or of a copy of it, with P as the last one."""
         import onnx_ir as ir  # takes a while
 
         node, forward = self.node, self.node.forward
@@ -121,7 +121,7 @@ class _Attention:
         return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(self.q, start=3), q)))
 
     def _with(self, grad: ir.Value | None, d_qk: ir.Value | None, mode: int) -> ir.Value | None:
-        """The gradient at a stage, with what flows in through the output that shows this stage."""
+        """The gradient at a stage, including that of the last output if it shows this stage."""
         return self._plus(grad, d_qk) if self.mode == mode else grad
 
     def _plus(self, grad: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
@@ -130,7 +130,7 @@ class _Attention:
         return grad + other
 
     def _split(self, value: ir.Value, heads: int | None) -> ir.Value:
-        """[batch, head, length, width], from [batch, length, head * width] if need be."""
+        """[batch, head, length, width], also from [batch, length, head * width]."""
         if not self.flat:
             return value
         return self.op.Transpose(self.op.Reshape(value, [0, 0, heads, -1]), perm=_HEADS_FIRST)
@@ -141,7 +141,7 @@ class _Attention:
         return self.op.Reshape(self.op.Transpose(value, perm=_HEADS_FIRST), [0, 0, -1])
 
     def _group(self, value: ir.Value) -> ir.Value:
-        """The query heads that share a key below each other."""
+        """The value with query heads that share a key stacked as rows."""
         if self.heads is not None and self.heads == self.kv_heads:
             return value
         return self._with_heads(value, self.kv_heads, self.node.input(1))
@@ -151,7 +151,7 @@ class _Attention:
         known = all(_dim(v, length) is not None for v in self.node.inputs[1:3] if v is not None)
         if known and not self.past:
             return self._group(scores)
-        # onnx takes a symbolic number of keys for 0 here, so the shape must come from elsewhere.
+        # onnx infers 0 for a symbolic number of keys here, so the shape is taken from the keys.
         rows = op.constant(np.array([-1]))
         shape = op.Concat(op.Shape(self.k, end=2), rows, op.Shape(self.k, start=2, end=3), axis=0)
         return op.Reshape(scores, shape)
@@ -173,12 +173,12 @@ class _Attention:
     def _mask_grad(self, ds: ir.Value, mask: ir.Value) -> ir.Value:
         op = self.op
         ds = self._ungroup(ds)
-        # A mask may end before the keys do.
+        # A mask may be shorter than the keys.
         ds = op.Slice(ds, [0], op.Shape(mask, start=-1), [3])
         return unbroadcast(op, ds, mask, ds)
 
     def _parts(self, grad: ir.Value | None, past: int) -> tuple[ir.Value | None, ir.Value | None]:
-        """The gradients towards new and past keys or values, from that towards all of them."""
+        """The gradients of new and of past keys or values, from that of their concatenation."""
         if grad is None or not self.past:
             return None if grad is None else self._merge(grad), None
         op, length = self.op, self.op.Shape(self.node.input(past), start=2, end=3)
@@ -193,7 +193,7 @@ def _dim(value: ir.Value, axis: int) -> int | None:
 
 @gradient("RotaryEmbedding")
 def rotary_embedding_gradient(node: ForwardNode) -> ir.Value | Gradients:
-    # A rotation is undone by the one with the opposite angle.
+    # The inverse of a rotation is the rotation by the opposite angle.
     op, dy, positions = node.op, node.grad(0), node.optional(3)
     dx = op.RotaryEmbedding(dy, node.input(1), -node.input(2), positions, **node.attributes)
     if not (node.wants(1) or node.wants(2)):
@@ -208,7 +208,7 @@ def rotary_embedding_gradient(node: ForwardNode) -> ir.Value | Gradients:
 
 
 def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """What is rotated together, both as [batch, length, head, pair]."""
+    """The two components that are rotated together, each as [batch, length, head, pair]."""
     op, width = node.op, node.attribute("rotary_embedding_dim")
     if node.rank() == 3:
         value = op.Reshape(value, [0, 0, node.attribute("num_heads"), -1])

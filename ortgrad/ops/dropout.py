@@ -35,7 +35,7 @@ def dropout_grad(
     *,
     empty: Empty,
 ) -> np.ndarray:
-    """dX = dY / (1 - ratio) where mask, else 0; dY itself without mask or out of training mode"""
+    """dX = dY / (1 - ratio) where mask, else 0; dY without a mask or outside of training mode"""
     rate = _DEFAULT_RATIO if ratio is None else float(ratio.reshape(()))
     if not 0 <= rate < 1:
         raise ValueError(f"ratio must be in [0, 1), it is {rate}")
@@ -60,7 +60,7 @@ def trainable_dropout_grad(
     *,
     empty: Empty,
 ) -> np.ndarray:
-    """DropoutGrad, for the gradient of the former TrainableDropout"""
+    """DropoutGrad under the name of the former TrainableDropout"""
     result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode, empty=empty)
     return result
 
@@ -75,7 +75,7 @@ def dropout_grad_body(
     if ratio is None:
         scaled = dy * (1 / (1 - _DEFAULT_RATIO))
     else:
-        # One element may come as a vector, which must not give a scalar dY another rank.
+        # The ratio may be a vector of one element, which must not change the rank of a scalar dY.
         ratio = op.Reshape(ratio, np.zeros(0, np.int64))
         if dy.dtype is not None and ratio.dtype is not None and dy.dtype.itemsize > ratio.dtype.itemsize:
             ratio = op.CastLike(ratio, dy)

@@ -104,7 +104,7 @@ def max_gradient(node: ForwardNode) -> ir.Value | Gradients:
         wins = op.Greater(a, b) if node.op_type == "Max" else op.Less(a, b)
         da = op.Where(op.Equal(a, b), dy * 0.5, op.Where(wins, dy, 0.0))
         return da, dy - da
-    # Those that are equal to the result share its gradient.
+    # The inputs that equal the result share its gradient.
     chosen = [op.Equal(node.input(i), node.output(0)) for i in range(len(node.inputs))]
     share = dy / op.Sum(*(op.CastLike(c, dy) for c in chosen))
     return [op.Where(c, share, 0.0) for c in chosen]
@@ -116,7 +116,7 @@ def clip_gradient(node: ForwardNode) -> ir.Value | Gradients:
     low, high = node.optional(1), node.optional(2)
     if low is None and high is None:
         return dy
-    # What is within the bounds, or on them, comes out unchanged.
+    # Elements within the bounds, or on them, are unchanged.
     dx = op.Where(op.Equal(x, node.output(0)), dy, 0.0)
     below = op.Less(x, low) if low is not None else None
     above = op.Greater(x, high) if high is not None else None
@@ -139,8 +139,8 @@ def _running_sum_grad(node: ForwardNode, dy: ir.Value) -> ir.Value:
 def cum_prod_gradient(node: ForwardNode) -> ir.Value:
     op, dy, x, axis = node.op, node.grad(0), node.input(0), node.input(1)
     exclusive, reverse = node.attribute("exclusive"), node.attribute("reverse")
-    # The first zero ends all products that pass it, so its own gradient is made of the products without it,
-    # and what comes after it has none.
+    # All products from the first zero on are 0, so its gradient consists of the products without it, and
+    # the elements after it have none.
     zero = op.Equal(x, 0.0)
     first = op.And(zero, op.Equal(op.CumSum(op.CastLike(zero, x), axis, reverse=reverse), 1.0))
     without = op.Where(first, 1.0, x)
@@ -159,7 +159,7 @@ def range_gradient(node: ForwardNode) -> Gradients:
 
 @gradient("DequantizeLinear")
 def dequantize_linear_gradient(node: ForwardNode) -> Gradients:
-    """dScale = sum(dY * (X - zero_point)), the sum over what shares a scale"""
+    """dScale = sum(dY * (X - zero_point)), over the elements that share a scale"""
     op, dy, shape = node.op, node.grad(0), node.input(1).shape
     if shape is None or len(shape) > 1 or not shape.is_static():
         raise node.unsupported("a gradient towards its scale needs one scale, or a known number of them")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
-# Elements whose positions are computed at a time.
+# The number of elements whose positions are computed at a time.
 _CHUNK = 1 << 18
 
 
@@ -82,7 +82,7 @@ def _positive(indices: np.ndarray, length: int) -> np.ndarray:
 def _add_rows(dx: np.ndarray, rows: np.ndarray, dy: np.ndarray) -> None:
     """dx[rows[i]] += dy[i], in place, for arrays of two axes."""
     width = dx.shape[1]
-    # add.at is fast along one axis only.
+    # add.at is fast for one-dimensional arrays only.
     flat, columns = dx.reshape(-1), np.arange(width)
     step = max(1, _CHUNK // max(1, width))
     for i in range(0, len(rows), step):
@@ -130,7 +130,7 @@ def gather_grad_body(
 ) -> ir.Value:
     shape = op.Cast(shape, to=TensorProto.INT64)
     length = op.Gather(shape, axis)
-    # As many dimensions as are known to be needed: outer axes, indices, inner axes.
+    # Dimensions: outer axes, indices and, unless the axis is known to be the last, inner axes.
     rank = shape.shape[0] if shape.shape is not None else None
     if isinstance(rank, int):
         axis %= rank
@@ -192,7 +192,7 @@ def gather_elements_grad_body(
 
 
 def _as_many(pattern: str) -> str:
-    """The pattern of as many dimensions, which may be others."""
+    """A pattern with the same number of dimensions, of any lengths."""
     return " ".join(f"*X:{token[1:]}" if token.startswith("*") else f"X{token}" for token in pattern.split())
 
 
@@ -359,7 +359,7 @@ def scatter_nd_gradient(node: ForwardNode) -> Gradients:
         return dy, None, op.GatherND(dy, indices)
     if node.attribute("reduction") == "none":
         return op.ScatterND(dy, indices, op.full_like(updates, 0.0)), None, op.GatherND(dy, indices)
-    # As ScatterElements on the flattened tensors.
+    # Equivalent to ScatterElements on the flattened tensors.
     positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x), allowzero=1), indices)
     flat = [op.Reshape(v, [-1]) for v in (dy, x, node.output(0), positions, updates)]
     dx, du = _scatter_reduced(node, *flat)

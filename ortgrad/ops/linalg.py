@@ -56,7 +56,7 @@ def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
     product = _Product(node, turned_a, turned_b, 1.0 if alpha is None else alpha)
     for i in range(2):
         if batch[i]:
-            # The first axis is the rows (or columns), the batch lies between it and the last.
+            # The first axis is that of the rows (or columns); the batch axes are between it and the last.
             rank = node.rank(i)
             product.operands[i] = op.Transpose(node.input(i), perm=[*range(1, rank - 1), 0, rank - 1])
     grads = list(product.grads(dy))
@@ -68,7 +68,7 @@ def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
 
 
 class _Product:
-    """alpha op(A) op(B) with op the transpose or nothing; A and B vectors, matrices or stacks of them."""
+    """alpha op(A) op(B), op the transpose or the identity; A and B are vectors or stacks of matrices."""
 
     def __init__(
         self, node: ForwardNode, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
@@ -156,7 +156,7 @@ class _Product:
         product = op.MatMul(
             transposed(op, x, x_rank) if turn_x else x, transposed(op, y, y_rank) if turn_y else y
         )
-        # The operand that is not dY, which has a known shape if any has.
+        # The operand that is not dY is more likely to have a known shape.
         operand, axis = (x, -2 if turn_x else -1) if y is self.dy else (y, -1 if turn_y else -2)
         return zero_if_empty(op, product, operand, axis)
 
@@ -244,7 +244,7 @@ def _einsum_grad(
             dx = _einsum_or_zeros(op, [dx, *factors], equation, x, [term.index(k) for k in target])
     elif target != result:
         dx = op.Transpose(dx, perm=[result.index(k) for k in target])
-    # Axes of length 1 for what is stretched, repeated, or in no other term.
+    # Axes of length 1 for labels that are broadcast, repeated, or in no other term.
     present = {term.index(k) for k in target}
     missing = [p for p in range(len(term)) if p not in present]
     if missing:
@@ -384,7 +384,7 @@ def dft_gradient(node: ForwardNode) -> ir.Value:
     elif inverse:
         dx = _dft(node, dy, length, axis) / scale
     else:
-        # A one-sided spectrum is filled up with zeros.
+        # A one-sided spectrum is padded with zeros.
         dx = _dft(node, dy, length, axis, inverse=1) * scale
     parts = x.shape[-1] if x.shape is not None else None
     if parts != 2:

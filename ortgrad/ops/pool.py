@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
-# As many elements of dX at a time as stay in the cache from one axis to the next.
+# The number of elements of dX at a time that stay in the cache from one axis to the next.
 _PIECE = 1 << 19
 # The end of a Slice that has no end.
 _END = 2**63 - 1
@@ -215,7 +215,7 @@ def average_pool_grad(
     def spread(number: int) -> None:
         chosen = slice(number * piece, (number + 1) * piece)
         source = planes[chosen] / counts
-        # A box is separable, so it takes kernel steps per axis and not kernel ** rank in all.
+        # A box filter is separable: it takes `kernel` steps per axis instead of kernel ** rank in all.
         for axis in range(w.rank, 0, -1):
             target = dx_planes[chosen]
             if axis > 1:
@@ -281,7 +281,7 @@ def _run(plan: _Plan, source: np.ndarray, target: np.ndarray, axis: int) -> None
 def _counts(w: Windows, i: int, count_include_pad: int) -> np.ndarray:
     """How many elements the windows along one axis are averaged over."""
     starts = np.arange(w.outputs[i]) * w.strides[i] - w.heads[i]
-    # What ceil_mode adds behind the padding never counts.
+    # Positions that ceil_mode adds behind the padding do not count.
     end = w.sizes[i] + (w.tails[i] if count_include_pad else 0)
     last = np.minimum(-((starts - end) // w.dilations[i]), w.kernel[i])
     first = 0 if count_include_pad else np.maximum(-(starts // w.dilations[i]), 0)
@@ -296,7 +296,7 @@ def _clear_kernel(
     dilations: list[int] | None,
     **_: Any,
 ) -> list[int]:
-    """kernel_shape; raises if it is missing or the windows are not where onnxruntime has them."""
+    """kernel_shape; raises if it is missing or onnxruntime places the windows differently."""
     if not kernel_shape:
         raise ValueError("kernel_shape is missing")
     if _unclear(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations):
@@ -315,7 +315,7 @@ def _unclear(
     dilations: list[int] | None,
     **_: Any,
 ) -> bool:
-    """Whether onnxruntime may place the windows elsewhere than ONNX says.
+    """Whether onnxruntime may place the windows differently from ONNX.
 
     It computes the pads of SAME for a kernel without dilations, and where they are negative (the stride is
     larger than the kernel) it crops X at both ends.
@@ -381,12 +381,12 @@ def average_pool_grad_body(
         if gaps[i] > 1:
             held = op.And(held, op.Equal(op.Mod(offsets, gaps[i]), 0))
         if count_include_pad and (not ceil_mode or auto_pad.startswith("SAME")):
-            # Not a division by the kernel: onnxruntime would make the product scale by a float32.
+            # Not a division by the kernel size: onnxruntime would fuse it into the product as a float32.
             return op.Where(held, op.number(1 / kernel[i], dy), op.number(0.0, dy))
         shares = op.CastLike(held, dy)
         if not count_include_pad:
             return shares / op.Max(op.ReduceSum(shares, [1], keepdims=1), 1.0)
-        # What ceil_mode adds behind the padding does not count.
+        # Positions that ceil_mode adds behind the padding do not count.
         room = size + (tails[i] + gaps[i] - 1) - starts
         return shares / op.CastLike(op.Min(room / gaps[i], kernel[i]), dy)
 
@@ -415,18 +415,18 @@ def average_pool_grad_body(
 
 def _spread(op: Recorder, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
     """dY times a matrix [outputs, sizes] along each spatial axis."""
-    # One product per axis: the matrices are small beside dY, and onnxruntime has nothing faster up to some
-    # 200 elements an axis, nor anything else for float64.
+    # One product per axis: the matrices are small compared to dY, and up to about 200 elements per axis
+    # onnxruntime has nothing faster, nor anything else for float64.
     rank, y_shape = len(matrices), op.Shape(dy)
     dx = op.MatMul(dy, matrices[-1])
     for i in range(rank - 2, -1, -1):
-        # What lies before the axis and behind it as one dimension each.
+        # The axes before this one and those behind it are one dimension each.
         before = op.ReduceProd(op.Slice(y_shape, [0], [i + 2]), keepdims=1)
         behind = op.ReduceProd(op.Slice(x_shape, [i + 3], [_END]), keepdims=1)
         folded = op.Concat(before, op.Slice(y_shape, [i + 2], [i + 3]), behind, axis=0)
         dx = op.Reshape(dx, folded, allowzero=1)
         matrix = op.Unsqueeze(op.Transpose(matrices[i], perm=[1, 0]), [0])
-        # onnxruntime does not broadcast 1 to 0, so for an empty batch there is no matrix either.
+        # onnxruntime does not broadcast 1 to 0, so an empty batch gets an empty stack of matrices.
         dx = op.MatMul(op.Slice(matrix, [0], op.Min(before, 1)), dx)
     return op.Reshape(dx, x_shape, allowzero=1) if rank > 1 else dx
 

@@ -1,4 +1,4 @@
-"""Gradient rules of operators that move elements around, and SliceGrad."""
+"""Gradient rules of operators that move elements, and SliceGrad."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def pad_gradient(node: ForwardNode) -> ir.Value | Gradients:
     op, dy, x, axes = node.op, node.grad(0), node.input(0), node.optional(3)
     mode, rank = node.attribute("mode"), _known_rank(x)
     if mode != "constant":
-        # Where each element of the output comes from.
+        # The positions in X of the elements of the output.
         positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x))
         source = op.Pad(positions, node.input(1), None, axes, rank=rank, mode=mode)
         flat = op.GatherGrad(size_of(op, x), source, dy, axis=0)
@@ -137,7 +137,7 @@ def split_gradient(node: ForwardNode) -> ir.Value:
 @gradient("DepthToSpace")
 def depth_to_space_gradient(node: ForwardNode) -> ir.Value:
     op, block = node.op, node.attribute("blocksize")
-    # The channels in the order of DCR: rows and columns of the block, then depth.
+    # SpaceToDepth orders channels as DCR does: rows and columns of the block, then depth.
     dx = op.SpaceToDepth(node.grad(0), blocksize=block)
     if node.attribute("mode") == "DCR":
         return dx

@@ -32,7 +32,7 @@ def lrn_gradient(node: ForwardNode) -> ir.Value:
 
     squares = mean(x * x, [before, 0, size - 1 - before, 0])
     s = squares * alpha + node.attribute("bias")
-    # The windows that hold a channel lie the other way round.
+    # For the windows that contain a channel, the pads are exchanged.
     others = mean(dy * y / s, [size - 1 - before, 0, before, 0])
     near = dy * op.Pow(s, -beta)
     return near - x * (2 * alpha * beta) * others
@@ -61,7 +61,7 @@ def col2_im_gradient(node: ForwardNode) -> ir.Value:
         extent = (op.Gather(block, i) - 1) * dilations[i] + 1
         steps = (room - extent) / strides[i] + 1
         starts = op.Range(0, steps, 1) * strides[i]
-        # Each spatial axis becomes two: where in the block, and which block.
+        # Each spatial axis becomes two: the position in the block, and the block.
         dy = op.Gather(dy, op.Unsqueeze(taps, [1]) + starts, axis=2 + 2 * i)
     if count > 1:
         order = [*range(2, 2 + 2 * count, 2), *range(3, 3 + 2 * count, 2)]
@@ -71,7 +71,7 @@ def col2_im_gradient(node: ForwardNode) -> ir.Value:
 
 @gradient("DeformConv")
 def deform_conv_gradient(node: ForwardNode) -> Gradients:
-    """As Conv on columns that are samples of X around moved places, scaled with the mask"""
+    """The gradients of Conv, with columns that are samples of X at the offsets, multiplied by the mask"""
     op, dy, x, w, mask = node.op, node.grad(0), node.input(0), node.input(1), node.optional(4)
     known = node.attribute("kernel_shape") or (list(w.shape)[2:] if w.shape is not None else [])
     sizes = [n for n in known if isinstance(n, int)]
@@ -94,7 +94,7 @@ def deform_conv_gradient(node: ForwardNode) -> Gradients:
     filters = op.Div(op.Shape(w, end=1), [group])
     w_groups = op.Reshape(w, op.Concat([group], filters, rows, axis=0), allowzero=1)
     columns = op.MatMul(op.Transpose(w_groups, perm=[0, 2, 1]), dy_groups)
-    # The other way round: by image, point and channel.
+    # Transposed: by image, point and channel.
     by_channel = op.Concat(images, per_set, [taps], positions, axis=0)
     grads = op.Transpose(op.Reshape(columns, by_channel, allowzero=1), perm=[0, 2, 3, 1])
     grads = op.Reshape(grads, op.Concat(images, points, per_set, axis=0), allowzero=1)
@@ -143,7 +143,7 @@ def _by_point(
 
 
 def _places(node: ForwardNode, sizes: list[int]) -> ir.Value:
-    """Where the taps of a convolution without offsets read: (taps * positions, 2)."""
+    """The positions that the taps of a convolution without offsets read: (taps * positions, 2)."""
     op = node.op
     strides = per_dimension("strides", node.attribute("strides"), 2)
     dilations = per_dimension("dilations", node.attribute("dilations"), 2)
@@ -165,12 +165,12 @@ def _places(node: ForwardNode, sizes: list[int]) -> ir.Value:
 
 @gradient("RoiAlign")
 def roi_align_gradient(node: ForwardNode) -> ir.Value:
-    """dX = what the samples of each region read of X, times dY; regions have no gradient, as in PyTorch"""
+    """dX = the transposed interpolation of dY; as in PyTorch, the regions have no gradient"""
     return _mean_of_regions(node) if node.attribute("mode") == "avg" else _maximum_of_regions(node)
 
 
 class _Reads:
-    """Where the samples of all regions read X along a spatial axis: (regions, outputs, samples)."""
+    """The positions of the samples along a spatial axis of X: (regions, outputs, samples)."""
 
     def __init__(self, node: ForwardNode, axis: int) -> None:
         op, rois = node.op, node.input(1)
@@ -189,7 +189,7 @@ class _Reads:
         if ratio > 0:
             numbers, count = op.Range(0, ratio, 1), op.number(float(ratio), rois)
         else:
-            # As many as there are elements of X; in the end it is the most of all regions, some left unused.
+            # One per element of X in each region; all get the number of the largest, and the rest is unused.
             count = op.Ceil(step)
             most = op.ReduceMax(
                 op.Concat(op.Reshape(count, [-1]), op.CastLike([1], rois), axis=0), keepdims=0
@@ -206,7 +206,7 @@ class _Reads:
         self.place = op.Min(op.Max(place, 0.0), size - 1.0)
 
     def shares(self) -> ir.Value:
-        """How much of each element of X is in each output: (regions, outputs, elements)."""
+        """The weight of each element of X in each output: (regions, outputs, elements)."""
         op = self.op
         elements = op.CastLike(op.Range(0, self.size, 1), self.place)
         near = op.Max(1.0 - op.Abs(op.Unsqueeze(self.place, [3]) - elements), 0.0)
@@ -216,7 +216,7 @@ class _Reads:
         return op.Squeeze(op.MatMul(op.Unsqueeze(weight, [2]), near), [2])
 
     def corners(self, axes: list[int]) -> tuple[ir.Value, ir.Value]:
-        """The two elements around each sample and their weights, with axes of length 1 put in."""
+        """The two elements around each sample and their weights, with axes of length 1 inserted."""
         op = self.op
         low = op.Floor(self.place)
         fraction = self.place - low
@@ -229,7 +229,7 @@ class _Reads:
 def _mean_of_regions(node: ForwardNode) -> ir.Value:
     op, x, dy = node.op, node.input(0), node.grad(0)
     rows, columns = _Reads(node, 0).shares(), _Reads(node, 1).shares()
-    # First along rows of X, then all regions of an image at once: (regions * outputs, C * W).
+    # Along the rows of X first, then for all regions of an image at once: (regions * outputs, C * W).
     spread = op.Transpose(op.MatMul(dy, op.Unsqueeze(columns, [1])), perm=[0, 2, 1, 3])
     height, batch = node.attribute("output_height"), op.Shape(x, end=1)
     lines = op.Mul(op.Shape(node.input(1), end=1), [height])
