@@ -121,9 +121,8 @@ class BackwardPass:
         attributes = attributes_of(node, self.op.opset)
         context = ForwardNode(node, self.op, grads, attributes, self._active)
         with self.op.arithmetic():
-            gradients = rule.function(context)
-        if len(gradients) > len(node.inputs):
-            gradients = gradients[: len(node.inputs)]
+            returned = rule.function(context)
+        gradients = [returned] if returned is None or isinstance(returned, ir.Value) else returned
         for value, grad in zip(node.inputs, gradients, strict=False):
             if value is not None and grad is not None and value in self._active:
                 if rule.broadcasts:

@@ -1,18 +1,23 @@
 """Gradient rules: what a forward node contributes to the gradients of its inputs.
 
-    @gradient("Tanh")
-    def _(node):
-        return node.op.TanhGrad(node.grad(0), node.output(0)),
+    elementwise("Exp", lambda op, dy, y, x: dy * y)
 
-A rule returns one value per input, None where there is no gradient. Unbroadcasting, casts and
-accumulation are not its business, and what nobody needs of its result is thrown away later.
+    @gradient("Gather")
+    def gather_gradient(node):
+        shape = node.op.shape_of(node.input(0))
+        return node.op.GatherGrad(shape, node.input(1), node.grad(0), **node.attributes)
+
+A rule returns one value per input, None where there is no gradient; a single value is the gradient of the
+first input. Sums over broadcast axes, casts and accumulation are added by the backward pass, which also
+drops the nodes that no requested gradient depends on.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -25,8 +30,9 @@ if TYPE_CHECKING:
     from ortgrad.graph.recorder import Recorder
 
 Gradients: TypeAlias = "Sequence[ir.Value | None]"
-RuleFunction: TypeAlias = "Callable[[ForwardNode], Gradients]"
-Derivative: TypeAlias = Any  # a function; see `elementwise`
+RuleFunction: TypeAlias = "Callable[[ForwardNode], Gradients | ir.Value | None]"
+_Rule = TypeVar("_Rule", bound="RuleFunction")
+Derivative: TypeAlias = "Callable[..., ir.Value]"
 
 
 @dataclass(frozen=True)
@@ -38,22 +44,20 @@ class Rule:
 
 
 class UnsupportedError(Exception):
-    """Raised by a rule for a node that it cannot differentiate; see `Node.unsupported`."""
+    """Raised by a rule for a node that it cannot differentiate; see `ForwardNode.unsupported`."""
 
 
 _rules: dict[tuple[str, str], Rule] = {}
 
 
-def gradient(
-    *op_types: str, domain: str = "", broadcasts: bool = False
-) -> Callable[[RuleFunction], RuleFunction]:
+def gradient(*op_types: str, domain: str = "", broadcasts: bool = False) -> Callable[[_Rule], _Rule]:
     """Declare the gradient rule of forward operators.
 
-    With `broadcasts`, every grad may have the shape of the (broadcast) output; it is summed to the shape
+    With `broadcasts`, every gradient may have the shape of the (broadcast) output; it is summed to the shape
     of its input.
     """
 
-    def declare(function: RuleFunction) -> RuleFunction:
+    def declare(function: _Rule) -> _Rule:
         for op_type in op_types:
             _add(domain, op_type, Rule(function, broadcasts))
         return function
@@ -61,30 +65,52 @@ def gradient(
     return declare
 
 
-def elementwise(op_type: str, *derivatives: Derivative, domain: str = "") -> None:
+def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "") -> None:
     """Declare the gradient rule of an element-wise operator: one function per input.
 
         elementwise("Exp", lambda op, dy, y, x: dy * y)
         elementwise("Mul", lambda op, dy, y, a, b: dy * b, lambda op, dy, y, a, b: dy * a)
+        elementwise("Elu", lambda op, dy, y, x, *, alpha: dy * op.Where(op.Greater(x, 0.0), 1.0, y + alpha))
 
-    Each gets the recorder, the gradient of the output, the output and the inputs.
+    Each function is called with the recorder, the gradient of the output, the output and the inputs;
+    keyword-only parameters receive attributes of the node, `**attributes` all of them. None stands for an
+    input without a gradient.
+    With several inputs, every gradient may have the shape of the (broadcast) output.
     """
     for derivative in derivatives:
-        # For tracebacks.
-        derivative.__code__ = derivative.__code__.replace(co_name=f"gradient_of_{op_type}")
+        if derivative is not None:
+            _name_lambda(derivative, f"gradient_of_{op_type}")
 
     def rule(node: ForwardNode) -> Gradients:
         dy, y = node.grad(0), node.output(0)
         return [
-            derivative(node.op, dy, y, *node.inputs) if node.wants(i) else None
+            derivative(node.op, dy, y, *node.inputs, **_attributes_for(derivative, node))
+            if derivative is not None and node.wants(i)
+            else None
             for i, derivative in enumerate(derivatives)
         ]
 
+    rule.__name__ = f"gradient_of_{op_type}"
     _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1))
 
 
+def _attributes_for(function: Derivative, node: ForwardNode) -> Mapping[str, Any]:
+    """The attributes of the node that the keyword parameters of a function ask for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return node.attributes
+    return {p.name: node.attribute(p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _name_lambda(function: Derivative, name: str) -> None:
+    """Give a lambda a name that tracebacks show; functions with a name of their own keep it."""
+    if function.__name__ == "<lambda>":
+        function.__name__ = function.__qualname__ = name
+        function.__code__ = function.__code__.replace(co_name=name)
+
+
 def no_gradient(*op_types: str, domain: str = "") -> None:
-    """Declare that operators are piecewise constant: the gradient stops there, as it does in PyTorch."""
+    """Declare that operators are piecewise constant: their gradient is zero, as in PyTorch."""
     for op_type in op_types:
         _add(domain, op_type, Rule(None))
 
@@ -148,7 +174,7 @@ class ForwardNode:
         return self.inputs[i] if i < len(self.inputs) else None
 
     def wants(self, i: int) -> bool:
-        """Whether somebody asks for the gradient towards the i-th input."""
+        """Whether the gradient of the i-th input is needed."""
         return self.optional(i) in self.active
 
     def output(self, i: int) -> ir.Value:
@@ -168,9 +194,9 @@ class ForwardNode:
         return value
 
     def become(self, op_type: str, domain: str) -> None:
-        """Have another operator in the place of the forward node.
+        """Replace the operator of the forward node.
 
-        Its first outputs must be those of the forward operator, so that who reads them does not notice.
+        The first outputs of the new operator must be those of the forward operator.
         """
         self.forward.domain, self.forward.op_type, self.forward.version = domain, op_type, None
 
@@ -184,7 +210,7 @@ class ForwardNode:
         return self._grads[i] if i < len(self._grads) else None
 
     def attribute(self, name: str) -> Any:
-        """An attribute as Python data, the schema's default if the node does not give it, else None."""
+        """An attribute as Python data: the schema's default if the node leaves it out, None without one."""
         return self.attributes.get(name)
 
     def attributes_for(self, op_type: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Write in standard ONNX what only onnxruntime-training knows and what is no kernel of its own.
+"""Translations of operators of onnxruntime-training that have no kernel here to standard ONNX.
 
-Its graphs hold operators that are standard ones by another name (ReduceSumTraining), a few standard ones
-taken together (Scale, BroadcastGradientArgs), or gradients for which there is a rule but no operator
+Some are standard operators under another name (ReduceSumTraining), some are combinations of a few standard
+operators (Scale, BroadcastGradientArgs), and some are gradients for which there is a rule but no operator
 here (DivGrad, ResizeGrad).
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
-Translation: TypeAlias = "Callable[[Recorder, Foreign], Sequence[ir.Value | None]]"
+Translation: TypeAlias = "Callable[[Recorder, Foreign], ir.Value | Sequence[ir.Value | None]]"
 _translations: dict[str, Translation] = {}
 # onnxruntime-training keeps these in the default domain, where onnx does not know them.
 IN_DEFAULT_DOMAIN = ("SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad")
@@ -34,12 +34,14 @@ def is_training_operator(op_type: str, domain: str) -> bool:
 
 
 def training_operators() -> list[str]:
-    """The names of all of them."""
+    """The names of all operators that `write_in_standard_onnx` knows."""
     return sorted(_translations)
 
 
 def write_in_standard_onnx(model: ir.Model) -> ir.Model:
-    """Replace every such node of the model."""
+    """Replace every node of an operator of onnxruntime-training that has no kernel here."""
+    import onnx_ir as ir
+
     from ortgrad.graph.gradient_nodes import put_in_place
     from ortgrad.graph.names import Names
     from ortgrad.graph.recorder import Recorder
@@ -53,10 +55,12 @@ def write_in_standard_onnx(model: ir.Model) -> ir.Model:
         op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
         foreign = Foreign(node)
         try:
-            results = _translations[node.op_type](op, foreign)
+            with op.arithmetic():
+                results = _translations[node.op_type](op, foreign)
         except NodeError as error:
             raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
-        put_in_place(node, foreign.computed_again, op, results)
+        values = [results] if isinstance(results, ir.Value) else results
+        put_in_place(node, foreign.computed_again, op, values)
     return complete(model)
 
 
@@ -65,7 +69,7 @@ class Foreign:
 
     def __init__(self, node: ir.Node) -> None:
         self.node = node
-        # Forward nodes of whose outputs the gradients need more than the shape.
+        # Forward nodes whose outputs the gradients read.
         self.computed_again: list[ir.Node] = []
 
     def input(self, i: int) -> ir.Value:
@@ -80,6 +84,10 @@ class Foreign:
     def wants(self, i: int) -> bool:
         return i < len(self.node.outputs) and bool(self.node.outputs[i].name)
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {name: attribute.value for name, attribute in self.node.attributes.items()}
+
     def attribute(self, name: str, default: Any = None) -> Any:
         found = self.node.attributes.get(name)
         if found is None and default is None:
@@ -87,7 +95,7 @@ class Foreign:
         return default if found is None else found.value
 
     def gradients(self, op: Recorder, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
-        """The gradients of a forward node of these inputs, by its rule; input 0 is that of its output."""
+        """The gradients of a forward operator with these inputs, by its rule; input 0 is dY."""
         import onnx_ir as ir
 
         from ortgrad.autodiff.backward import BackwardPass
@@ -119,56 +127,53 @@ def _translation(name: str) -> Callable[[Translation], Translation]:
 
 
 @_translation("ReduceSumTraining")
-def _reduce_sum_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    keep, noop = node.attribute("keepdims", 1), node.attribute("noop_with_empty_axes", 0)
-    return [op.ReduceSum(node.input(0), node.input(1), keepdims=keep, noop_with_empty_axes=noop)]
+def _reduce_sum_training(op: Recorder, node: Foreign) -> ir.Value:
+    return op.ReduceSum(node.input(0), node.input(1), **node.attributes)
 
 
 @_translation("SplitTraining")
-def _split_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    count = len(node.node.outputs)
-    parts = op.Split(node.input(0), node.input(1), axis=node.attribute("axis", 0), _outputs=count)
-    return [parts] if count == 1 else list(parts)
+def _split_training(op: Recorder, node: Foreign) -> ir.Value | Sequence[ir.Value]:
+    return op.Split(node.input(0), node.input(1), **node.attributes, _outputs=len(node.node.outputs))
 
 
 @_translation("ConcatTraining")
 def _concat_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     values, axis = [node.input(i) for i in range(len(node.node.inputs))], node.attribute("axis")
-    # An end of 0 would be the first axis.
+    # For the last axis, an end of 0 would mean the beginning.
     lengths = [op.Shape(value, start=axis, end=axis + 1 or None) for value in values]
     return op.Concat(*values, axis=axis), op.Concat(*lengths, axis=0)
 
 
 @_translation("Scale")
-def _scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _scale(op: Recorder, node: Foreign) -> ir.Value:
     x = node.input(0)
-    # One element may come as a vector, which must not give a scalar another rank.
+    # The scale may be a vector of one element, which must not change the rank of a scalar X.
     scale = op.CastLike(op.Reshape(node.input(1), np.zeros(0, np.int64)), x)
-    return [op.Div(x, scale) if node.attribute("scale_down", 0) else op.Mul(x, scale)]
+    return x / scale if node.attribute("scale_down", 0) else x * scale
 
 
 @_translation("ScaledSum")
-def _scaled_sum(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _scaled_sum(op: Recorder, node: Foreign) -> ir.Value:
     count = sum(node.optional(i) is not None for i in range(3))
-    return [op.Sum(*(op.Mul(node.input(i), node.attribute(f"scale_{i}")) for i in range(count)))]
+    return op.Sum(*(node.input(i) * node.attribute(f"scale_{i}") for i in range(count)))
 
 
 @_translation("BatchScale")
 def _batch_scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
     count = len(node.node.outputs)
-    return [op.Mul(node.input(0), node.attribute(f"scale_{i}")) for i in range(count)]
+    return [node.input(0) * node.attribute(f"scale_{i}") for i in range(count)]
 
 
 @_translation("BroadcastGradientArgs")
 def _broadcast_gradient_args(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    """The axes, from the last to the first, over which the gradients of two stretched tensors are summed."""
+    """The axes, from the last to the first, over which the gradients of two broadcast tensors are summed."""
     shapes = [node.input(0), node.input(1)]
     ranks = [op.Shape(shape) for shape in shapes]
     rank = op.Max(*ranks)
-    # An axis that is not there at all is stretched in any case.
+    # A missing axis is always broadcast.
     missing = np.array([-1], np.int64)
     a, b = (
-        op.Concat(op.Expand(missing, op.Sub(rank, own)), shape, axis=0)
+        op.Concat(op.Expand(missing, rank - own), shape, axis=0)
         for shape, own in zip(shapes, ranks, strict=True)
     )
 
@@ -182,15 +187,15 @@ def _broadcast_gradient_args(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("ZeroGradient")
-def _zero_gradient(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    return [op.full_like(node.input(0), 0.0)]
+def _zero_gradient(op: Recorder, node: Foreign) -> ir.Value:
+    return op.full_like(node.input(0), 0.0)
 
 
 @_translation("InPlaceAccumulator")
-def _in_place_accumulator(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _in_place_accumulator(op: Recorder, node: Foreign) -> ir.Value:
     old, update = node.input(0), node.optional(2)
-    total = op.Add(old, op.CastLike(node.input(1), old))
-    return [total if update is None else op.Where(update, total, old)]
+    total = old + op.CastLike(node.input(1), old)
+    return total if update is None else op.Where(update, total, old)
 
 
 @_translation("PassThrough")
@@ -199,8 +204,8 @@ def _pass_through(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("BiasFastGeluGrad_dX")
-def _bias_fast_gelu_grad_d_x(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    return [op.FastGeluGrad(node.input(0), op.Add(node.input(1), node.input(2)))]
+def _bias_fast_gelu_grad_d_x(op: Recorder, node: Foreign) -> ir.Value:
+    return op.FastGeluGrad(node.input(0), node.input(1) + node.input(2))
 
 
 @_translation("DivGrad")
@@ -233,14 +238,14 @@ def _softmax_cross_entropy_loss_internal(op: Recorder, node: Foreign) -> Sequenc
 
 
 @_translation("SoftmaxCrossEntropyLossInternalGrad")
-def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: Foreign) -> ir.Value:
     d_logits = op.SoftmaxCrossEntropyLossGrad(
         *(node.input(0), node.input(1), node.input(2), node.optional(3)),
         reduction=node.attribute("reduction", "mean"),
         ignore_index=_ignored(node, 4),
     )
     d_logits, bias = _in_output_type(op, node, d_logits), node.optional(5)
-    return [d_logits if bias is None else op.Add(d_logits, bias)]
+    return d_logits if bias is None else d_logits + bias
 
 
 def _ignored(node: Foreign, i: int) -> int | None:
@@ -262,42 +267,42 @@ def _in_output_type(op: Recorder, node: Foreign, value: ir.Value) -> ir.Value:
 
 @_translation("SoftmaxCrossEntropy")
 def _softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    """The loss of labels that are distributions over the classes, which are along the last axis."""
+    """The loss for labels that are distributions over the classes along the last axis."""
     log_prob = op.LogSoftmax(node.input(0), axis=-1)
-    total = op.Neg(op.ReduceSum(op.Mul(node.input(1), log_prob), keepdims=0))
-    return op.Div(total, _rows(op, node, log_prob)), log_prob
+    total = -op.ReduceSum(node.input(1) * log_prob, keepdims=0)
+    return total / _rows(op, node, log_prob), log_prob
 
 
 @_translation("SoftmaxCrossEntropyGrad")
-def _softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> ir.Value:
     log_prob = node.input(1)
-    factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob))
-    return [op.Mul(op.Sub(op.Exp(log_prob), node.input(2)), factor)]
+    factor = op.Reshape(node.input(0), np.zeros(0, np.int64)) / _rows(op, node, log_prob)
+    return (op.Exp(log_prob) - node.input(2)) * factor
 
 
 @_translation("SparseSoftmaxCrossEntropy")
 def _sparse_softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
-    """The loss of labels that are numbers of classes along the last axis; each sample has a weight."""
+    """The loss for labels that are indices of classes along the last axis, with a weight per sample."""
     log_prob, label, weight = op.LogSoftmax(node.input(0), axis=-1), node.input(1), node.optional(2)
     chosen = op.GatherElements(log_prob, op.Unsqueeze(label, [-1]), axis=-1)
-    losses = op.Neg(op.Squeeze(chosen, [-1]))
-    total = op.ReduceSum(losses if weight is None else op.Mul(losses, weight), keepdims=0)
-    return op.Div(total, _rows(op, node, log_prob, weight)), log_prob
+    losses = -op.Squeeze(chosen, [-1])
+    total = op.ReduceSum(losses if weight is None else losses * weight, keepdims=0)
+    return total / _rows(op, node, log_prob, weight), log_prob
 
 
 @_translation("SparseSoftmaxCrossEntropyGrad")
-def _sparse_softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _sparse_softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> ir.Value:
     log_prob, label, weight = node.input(1), node.input(2), node.optional(3)
-    factor = op.Div(op.Reshape(node.input(0), np.zeros(0, np.int64)), _rows(op, node, log_prob, weight))
+    factor = op.Reshape(node.input(0), np.zeros(0, np.int64)) / _rows(op, node, log_prob, weight)
     if weight is not None:
-        factor = op.Mul(op.Unsqueeze(weight, [-1]), factor)
+        factor = op.Unsqueeze(weight, [-1]) * factor
     p, index = op.Exp(log_prob), op.Unsqueeze(label, [-1])
-    one_less = op.Sub(op.GatherElements(p, index, axis=-1), 1.0)
-    return [op.Mul(op.ScatterElements(p, index, one_less, axis=-1), factor)]
+    one_less = op.GatherElements(p, index, axis=-1) - 1.0
+    return op.ScatterElements(p, index, one_less, axis=-1) * factor
 
 
 def _rows(op: Recorder, node: Foreign, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:
-    """What the sum of the losses is divided by."""
+    """The divisor of the sum of the losses."""
     reduction = node.attribute("reduction", "mean")
     if reduction not in ("mean", "sum"):
         raise NodeError(f"reduction is {reduction!r}; it must be mean or sum")

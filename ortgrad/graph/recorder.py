@@ -44,6 +44,9 @@ class Recorder(ir.tape.Tape):
     same operands is recorded once. An operator that neither ONNX nor ortgrad has is an error, unless its
     domain is given: `op.Inverse(x, _domain="com.microsoft")`.
 
+    A rule passes the attributes of its node on with `op.SoftmaxGrad_13(dy, y, **node.attributes)`; those that
+    the gradient operator declares as `forward_attributes` are left out.
+
     Among the operands, None is an absent input, a float is a constant of the element type of the
     first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
     """
@@ -75,11 +78,12 @@ class Recorder(ir.tape.Tape):
         if op_type == "CastLike" and inputs[1] is not None and inputs[1].dtype is not None:
             # onnxruntime has no kernel for it, and warns where it would fold constants.
             return self._record("Cast", inputs[0], to=int(inputs[1].dtype))
-        attributes = {k: v for k, v in attributes.items() if v is not None}
+        gradient = _declared(op_type, _domain)
+        dropped = gradient.forward_attributes if gradient else ()
+        attributes = {k: v for k, v in attributes.items() if v is not None and k not in dropped}
         key = (op_type, _domain, *map(id, inputs), repr(sorted(attributes.items())), _outputs)
         if key in self._recorded:
             return self._recorded[key]
-        gradient = _declared(op_type, _domain)
         if gradient is None and not _domain and not onnx.defs.has(op_type, self.opset):
             raise _unknown_operator(op_type, self.opset)
         domain = gradient.domain if gradient else _domain
@@ -244,7 +248,7 @@ class Recorder(ir.tape.Tape):
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Have `+`, `-`, `*` and `/` on values record nodes here, on this thread."""
+        """Within this context, `+`, `-`, `*` and `/` on values record nodes here, for this thread."""
         outer = _recording.set(self)
         try:
             with _arithmetic:
@@ -254,7 +258,7 @@ class Recorder(ir.tape.Tape):
 
     @contextmanager
     def scoped(self, scope: str) -> Iterator[None]:
-        """Have what is recorded meanwhile named after something."""
+        """Within this context, the names of recorded nodes begin with `scope`."""
         outer, self.scope = self.scope, scope
         try:
             yield
@@ -316,10 +320,10 @@ _recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 
 
 class _Arithmetic:
-    """Hands arithmetic on values to the recorder that is at work.
+    """Passes arithmetic on values to the recorder that is active on this thread.
 
-    onnx-ir has one place in the process for such a handler. It is taken only while somebody records, and what
-    other threads do meanwhile goes to whom it would have gone to.
+    onnx-ir has a single handler per process. This one is installed only during recording; for threads that
+    do not record, it passes arithmetic to the handler that was set before.
     """
 
     def __init__(self) -> None:
@@ -340,7 +344,10 @@ class _Arithmetic:
                 ir.set_value_magic_handler(self._others)
 
     def __getattr__(self, op_type: str) -> Any:
-        return getattr(_recording.get() or self._others, op_type)
+        handler = _recording.get() or self._others
+        if handler is None:
+            raise ValueError("there is no handler: nothing is being recorded on this thread")
+        return getattr(handler, op_type)
 
 
 _arithmetic: Any = _Arithmetic()

@@ -5,7 +5,8 @@
         \"\"\"dX = dY * (1 - Y^2)\"\"\"
 
     @tanh_grad.onnx
-    def _(op, dy, y): ...
+    def tanh_grad_body(op, dy, y):
+        return dy * (1.0 - y * y)
 
 Everything else (onnx schema, Python custom operator, node builder, docs) is derived from it.
 """
@@ -255,9 +256,9 @@ def operator(
     (None for an absent one) and the attributes that returns one shape per output. `dims` says what the
     shapes of the inputs must satisfy, as patterns (see ortgrad.operators.contract) or as a function of the
     attributes that returns them. A kernel sees no others; what patterns cannot say, it checks itself, and
-    the body does so with `op.require`. `auto` says which way was measured faster.
-    `forward_attributes` are those of the forward operator that onnxruntime-training copies onto the node
-    although they say nothing there.
+    the body does so with `op.require`. `auto` is the way that was measured to be faster.
+    `forward_attributes` are attributes of the forward operator that have no meaning here:
+    onnxruntime-training copies them onto its nodes, and rules may pass them.
     """
     key = (domain, name)
     if key in _operators:

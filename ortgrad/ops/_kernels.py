@@ -27,12 +27,12 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def thread_count() -> int:
-    """How many threads a kernel may use: the cores that this process may run on."""
+    """The number of threads a kernel may use: one per core that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parallel(function: Callable[[int], Any], count: int) -> None:
-    """Call function(0) ... function(count - 1) on all threads; NumPy lets go of the GIL meanwhile."""
+    """Call function(0) ... function(count - 1) on all threads; NumPy releases the GIL meanwhile."""
     indices = iter(range(count))
 
     def work() -> None:
@@ -45,23 +45,23 @@ def parallel(function: Callable[[int], Any], count: int) -> None:
     try:
         work()
     finally:
-        # A helper that has not begun by now has nothing left to do; not waiting for it
-        # is also what keeps a parallel() inside a parallel() from waiting for itself.
+        # A helper that has not begun by now has nothing left to do. Not waiting for it also keeps
+        # a nested parallel() from waiting for itself.
         wait(begun := [helper for helper in helpers if not helper.cancel()])
     for helper in begun:
         helper.result()
 
 
-def elementwise(function: Callable[..., None], out: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-    """Have an element-wise function(out, ...) fill out, over pieces that fit the cache; returns out."""
+def piecewise(function: Callable[..., None], out: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+    """Fill out with an element-wise function(out, ...), piece by piece to stay in the cache; returns out."""
     blockwise(function, *(a.reshape(-1) for a in (out, *arrays)))
     return out
 
 
 def blockwise(function: Callable[..., None], out: np.ndarray, *arrays: np.ndarray) -> None:
-    """Have function(out, ...) fill out, over pieces along the first axis that fit the cache.
+    """Fill out with function(out, ...), over pieces along the first axis that fit the cache.
 
-    On one thread: for operations this short, two threads spend on the GIL what they gain.
+    This runs on one thread: for operations this short, switching the GIL costs what a second one gains.
     """
     rows, size = len(out), out.nbytes
     step = max(1, _CACHED_BYTES * rows // size) if size else 1

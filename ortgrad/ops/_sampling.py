@@ -1,4 +1,4 @@
-"""Reading an image between its elements: what GridSample and DeformConv share."""
+"""Interpolation in images, for GridSample and DeformConv."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from ortgrad.graph.protos import INT64
+from onnx import TensorProto
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -53,23 +52,23 @@ class Samples:
         return self.op.Squeeze(self.op.MatMul(weight, self.values()), [2])
 
     def grad_of_rows(self, grad: ir.Value) -> ir.Value:
-        """From the gradient of the points, (B, points, C), that of the rows."""
+        """The gradient of the rows, from that of the points (B, points, C)."""
         op = self.op
-        parts = op.Mul(op.Unsqueeze(grad, [2]), self.weight())
+        parts = op.Unsqueeze(grad, [2]) * self.weight()
         shape = op.Concat(op.Shape(self.indices, end=2), op.Shape(self.rows, start=2), axis=0)
         return op.GatherNDGrad(
             op.Shape(self.rows), self.indices, op.Reshape(parts, shape, allowzero=1), batch_dims=1
         )
 
     def grad_of_coordinates(self, grad: ir.Value) -> ir.Value:
-        """From the gradient of the points, (B, points, C), that of (B, points, components)."""
+        """The gradient of the coordinates (B, points, components), from that of the points (B, points, C)."""
         op = self.op
         by_tap = op.MatMul(self.values(), op.Unsqueeze(grad, [3]))
         components = []
         for i, slope in enumerate(self.slopes):
             others = [weight for j, weight in enumerate(self.weights) if j != i]
             product = self._flat(functools.reduce(op.Mul, [slope, *others]))
-            components.append(op.ReduceSum(op.Mul(by_tap, product), [2], keepdims=0))
+            components.append(op.ReduceSum(by_tap * product, [2], keepdims=0))
         return op.Concat(*components, axis=2)
 
     def _shape(self, *parts: list[int] | ir.Value) -> ir.Value:
@@ -98,19 +97,19 @@ def sample(
     # (components, 1), beside the taps in the last axis.
     lengths = op.Unsqueeze(op.Gather(sizes, list(order)), [1])
     corner = op.Round(coordinates) if mode == "nearest" else op.Floor(coordinates)
-    start = op.Unsqueeze(op.Cast(corner, to=INT64), [3])
+    start = op.Unsqueeze(op.Cast(corner, to=TensorProto.INT64), [3])
     taps = op.Add(start, list(range(first, first + count))) if table.size > 1 else start
-    fraction = op.Unsqueeze(op.Sub(coordinates, corner), [3])
+    fraction = op.Unsqueeze(coordinates - corner, [3])
     weights, slopes = _polynomials(op, fraction, table)
     places = _inside(op, taps, lengths, padding, align)
     if padding == "zeros":
         inside = op.CastLike(op.Equal(places, taps), coordinates)
-        weights, slopes = op.Mul(weights, inside), op.Mul(slopes, inside)
+        weights, slopes = weights * inside, slopes * inside
     if x.dtype != coordinates.dtype:
         weights, slopes = op.CastLike(weights, x), op.CastLike(slopes, x)
 
     def of_component(values: ir.Value, i: int) -> ir.Value:
-        """(B, points, components, taps) with the taps of one component in an axis of their own."""
+        """The taps of one component of (B, points, components, taps), in an axis of their own."""
         own = op.Gather(values, i, axis=2)
         others = [2 + j for j in range(components) if j != i]
         return op.Unsqueeze(own, others) if others else own
@@ -118,7 +117,7 @@ def sample(
     index: ir.Value | None = None
     for axis in range(components):
         place = of_component(places, list(order).index(axis))
-        index = place if index is None else op.Add(op.Mul(index, op.Gather(sizes, axis)), place)
+        index = place if index is None else index * op.Gather(sizes, axis) + place
     taps_in_all = count**components
     points = op.Mul(op.Shape(coordinates, start=1, end=2), [taps_in_all])
     batch = op.Shape(coordinates, end=1)
@@ -136,27 +135,27 @@ def sample(
 def _polynomials(op: Recorder, fraction: ir.Value, table: np.ndarray) -> tuple[ir.Value, ir.Value]:
     """The weights of the taps, polynomials of the fraction (..., 1), and their derivatives."""
     kind = fraction.dtype.numpy() if fraction.dtype is not None else np.float32
-    one = op.Add(op.Mul(fraction, 0.0), 1.0)
+    one = fraction * 0.0 + 1.0
     powers = [one]
     for _ in table[1:]:
-        powers.append(op.Mul(powers[-1], fraction) if len(powers) > 1 else fraction)
+        powers.append(powers[-1] * fraction if len(powers) > 1 else fraction)
     if len(table) == 1:
-        return one, op.Mul(fraction, 0.0)
+        return one, fraction * 0.0
     steps = np.arange(1, len(table))[:, None] * table[1:]
     weights = op.MatMul(op.Concat(*powers, axis=3), op.constant(table.astype(kind)))
     return weights, op.MatMul(op.Concat(*powers[:-1], axis=3), op.constant(steps.astype(kind)))
 
 
 def _inside(op: Recorder, taps: ir.Value, lengths: ir.Value, padding: str, align: bool) -> ir.Value:
-    """Where in the image the taps read."""
-    last = op.Sub(lengths, 1)
+    """The positions of the taps, moved into the image."""
+    last = lengths - 1
     if padding != "reflection":
         return op.Min(op.Max(taps, 0), last)
     if align:
-        # Around the middle of the outermost elements.
-        period = op.Mul(last, 2)
+        # Reflect around the centres of the outermost elements.
+        period = last * 2
         there = op.Mod(op.Abs(taps), op.Max(period, 1))
-        return op.Min(there, op.Sub(period, there))
-    # Around their outer edges.
-    there = op.Mod(taps, op.Mul(lengths, 2))
-    return op.Min(there, op.Sub(op.Sub(op.Mul(lengths, 2), 1), there))
+        return op.Min(there, period - there)
+    # Reflect around the outer edges of the outermost elements.
+    there = op.Mod(taps, lengths * 2)
+    return op.Min(there, lengths * 2 - 1 - there)

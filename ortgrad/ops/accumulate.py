@@ -58,11 +58,11 @@ def in_place_accumulator_v2_body(
     if not wanted[1]:
         return updated, None
     if overwrite is None:
-        return updated, op.Add(buffer, op.CastLike(value, buffer))
-    # Where would compute both and take three times as long.
+        return updated, buffer + op.CastLike(value, buffer)
+    # Where would compute both branches and take three times as long.
     total = op.If(
         overwrite,
         then_branch=op.subgraph("overwrite", [], lambda op: [op.CastLike(value, buffer)]),
-        else_branch=op.subgraph("add", [], lambda op: [op.Add(buffer, op.CastLike(value, buffer))]),
+        else_branch=op.subgraph("add", [], lambda op: [buffer + op.CastLike(value, buffer)]),
     )
     return updated, total

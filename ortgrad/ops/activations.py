@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient
 from ortgrad.errors import NodeError
-from ortgrad.operators.declaration import Empty, operator
-from ortgrad.ops._kernels import elementwise, keep_where
+from ortgrad.operators.declaration import DOMAIN, Empty, operator
+from ortgrad.ops._kernels import keep_where, piecewise
+from ortgrad.ops._types import is_double, is_half
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,7 +26,7 @@ _LIKE_Y = {"dY": "*S", "Y": "*S"}
 @operator("ReluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def relu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY where X > 0, else 0"""
-    return elementwise(lambda dx, dy, x: keep_where(x > 0, dy, out=dx), empty(0, x.shape), dy, x)
+    return piecewise(lambda dx, dy, x: keep_where(x > 0, dy, out=dx), empty(0, x.shape), dy, x)
 
 
 @relu_grad.onnx
@@ -36,7 +37,7 @@ def relu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
 @operator("SigmoidGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
 def sigmoid_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * Y * (1 - Y)"""
-    return elementwise(_sigmoid_grad, empty(0, y.shape), dy, y)
+    return piecewise(_sigmoid_grad, empty(0, y.shape), dy, y)
 
 
 def _sigmoid_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
@@ -47,13 +48,13 @@ def _sigmoid_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
 
 @sigmoid_grad.onnx
 def sigmoid_grad_body(op: Recorder, dy: ir.Value, y: ir.Value) -> ir.Value:
-    return op.Mul(op.Mul(dy, y), op.Sub(1.0, y))
+    return dy * y * (1.0 - y)
 
 
 @operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
 def tanh_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (1 - Y^2)"""
-    return elementwise(_tanh_grad, empty(0, y.shape), dy, y)
+    return piecewise(_tanh_grad, empty(0, y.shape), dy, y)
 
 
 def _tanh_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
@@ -64,7 +65,7 @@ def _tanh_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
 
 @tanh_grad.onnx
 def tanh_grad_body(op: Recorder, dy: ir.Value, y: ir.Value) -> ir.Value:
-    return op.Mul(dy, op.Sub(1.0, op.Mul(y, y)))
+    return dy * (1.0 - y * y)
 
 
 @operator(
@@ -83,7 +84,7 @@ def leaky_relu_grad(dy: np.ndarray, y: np.ndarray, *, alpha: float, empty: Empty
             np.maximum(dx, 1, out=dx)
         dx *= dy
 
-    return elementwise(grad, empty(0, y.shape), dy, y)
+    return piecewise(grad, empty(0, y.shape), dy, y)
 
 
 @leaky_relu_grad.onnx
@@ -91,8 +92,8 @@ def leaky_relu_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, alpha: floa
     _require_slope(alpha)
     positive = op.Greater(y, 0.0)
     if alpha <= 1:
-        return op.Mul(dy, op.Max(op.CastLike(positive, dy), alpha))
-    return op.Where(positive, dy, op.Mul(dy, alpha))
+        return dy * op.Max(op.CastLike(positive, dy), alpha)
+    return op.Where(positive, dy, dy * alpha)
 
 
 def _require_slope(alpha: float) -> None:
@@ -114,23 +115,23 @@ def quick_gelu_grad(dy: np.ndarray, x: np.ndarray, *, alpha: float, empty: Empty
         np.clip(dx, -_SATURATED, _SATURATED, out=dx)
         _gated_grad(dx, dy, np.exp(dx))
 
-    return elementwise(grad, empty(0, x.shape), dy, x)
+    return piecewise(grad, empty(0, x.shape), dy, x)
 
 
 @quick_gelu_grad.onnx
 def quick_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value, *, alpha: float) -> ir.Value:
-    u = op.Clip(op.Mul(x, alpha), -_SATURATED, _SATURATED)
+    u = op.Clip(x * alpha, -_SATURATED, _SATURATED)
     return _gated_body(op, dy, u, u)
 
 
-# sigmoid(-80) counts for nothing beside 1, and exp(80) is finite; past it, an infinite X would make a NaN.
+# sigmoid(-80) is negligible beside 1, and exp(80) is finite; without this limit an infinite X would give NaN.
 _SATURATED = 80.0
 
 
 def _gated_grad(xdv: np.ndarray, dy: np.ndarray, e: np.ndarray) -> None:
     """dY * d/dX [X sigmoid(-v(X))] = dY * s * (1 - xdv (1 - s)), with e = exp(v), s = 1 / (1 + e) and
     xdv = X dv/dX; puts the result in xdv and overwrites e."""
-    # e s is 1 - s without the loss of digits, which a large xdv would bring to light.
+    # e s is 1 - s without cancellation, the error of which a large xdv would amplify.
     xdv *= e
     e += 1
     s = np.reciprocal(e, out=e)
@@ -141,20 +142,20 @@ def _gated_grad(xdv: np.ndarray, dy: np.ndarray, e: np.ndarray) -> None:
 
 
 def _gated_body(op: Recorder, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Value:
-    if u.dtype is not None and u.dtype.itemsize == 2:
-        # exp(80) is not finite here, and Sigmoid is as exact as the type; in float32 it is not.
-        s, rest = op.Sigmoid(u), op.Sigmoid(op.Neg(u))
+    if is_half(u):
+        # exp(80) overflows in half precision, for which Sigmoid is accurate enough; for float32 it is not.
+        s, rest = op.Sigmoid(u), op.Sigmoid(-u)
     else:
-        e = op.Exp(op.Neg(u))
-        s = op.Reciprocal(op.Add(e, 1.0))
-        rest = op.Mul(e, s)
-    return op.Mul(op.Mul(dy, s), op.Add(op.Mul(xdu, rest), 1.0))
+        e = op.Exp(-u)
+        s = op.Reciprocal(e + 1.0)
+        rest = e * s
+    return dy * s * (xdu * rest + 1.0)
 
 
 @operator("FastGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def fast_gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * d/dX [0.5 X (1 + tanh(sqrt(2/pi) (X + 0.044715 X^3)))]"""
-    return elementwise(_fast_gelu_grad, empty(0, x.shape), dy, x)
+    return piecewise(_fast_gelu_grad, empty(0, x.shape), dy, x)
 
 
 # 0.5 (1 + tanh(v)) = sigmoid(2 v), so u(X) = X (_LINEAR + _CUBIC X^2); u(9.6) is close to _SATURATED.
@@ -179,16 +180,16 @@ def _fast_gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
 @fast_gelu_grad.onnx
 def fast_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     x = op.Clip(x, -_FAST_SATURATED, _FAST_SATURATED)
-    cubic = op.Mul(op.Mul(x, x), _CUBIC)
-    u = op.Mul(x, op.Add(cubic, _LINEAR))
-    xdu = op.Mul(x, op.Add(op.Mul(cubic, 3.0), _LINEAR))
+    cubic = x * x * _CUBIC
+    u = x * (cubic + _LINEAR)
+    xdu = x * (cubic * 3.0 + _LINEAR)
     return _gated_body(op, dy, u, xdu)
 
 
 @operator("GeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X) + X phi(X)), Phi and phi the normal distribution and its density"""
-    return elementwise(_gelu_grad, empty(0, x.shape), dy, x)
+    return piecewise(_gelu_grad, empty(0, x.shape), dy, x)
 
 
 @gelu_grad.onnx
@@ -205,15 +206,15 @@ def gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
 )
 def bias_gelu_grad_dx(dy: np.ndarray, x: np.ndarray, b: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X + B) + (X + B) phi(X + B)), B added along the last axis"""
-    return elementwise(_gelu_grad, empty(0, x.shape), dy, x + b)
+    return piecewise(_gelu_grad, empty(0, x.shape), dy, x + b)
 
 
 @bias_gelu_grad_dx.onnx
 def bias_gelu_grad_dx_body(op: Recorder, dy: ir.Value, x: ir.Value, b: ir.Value) -> ir.Value:
-    return _gelu_body(op, dy, op.Add(x, b))
+    return _gelu_body(op, dy, x + b)
 
 
-# phi(40) is 0 in every type; past it, inf * 0 would make a NaN of an infinite X.
+# phi(40) is 0 in every type; without this limit an infinite X would give inf * 0 = NaN.
 _GELU_SATURATED = 40.0
 
 # Mills' ratio M(a) = Phi(-a) / phi(a) for all a >= 0 in one formula: with r = 1 / (1 + a/k), M(a) is close to
@@ -285,151 +286,97 @@ def _gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
 
 def _gelu_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     x = op.Clip(x, -_GELU_SATURATED, _GELU_SATURATED)
-    density = op.Mul(op.Exp(op.Mul(op.Mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
-    if x.dtype is not None and x.dtype.itemsize == 8:
+    density = op.Exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+    if is_double(x):
         # onnxruntime has no Erf for float64.
         k, (total, *coefficients) = _MILLS["float64"]
         a = op.Abs(x)
-        r = op.Reciprocal(op.Add(op.Mul(a, 1 / k), 1.0))
-        t = op.Sub(1.0, op.Mul(r, 2.0))
+        r = op.Reciprocal(a * (1 / k) + 1.0)
+        t = 1.0 - r * 2.0
         for coefficient in coefficients:
-            total = op.Add(op.Mul(t, total), coefficient)
-        h = op.Mul(density, op.Sub(op.Mul(total, r), a))
-        return op.Mul(dy, op.Where(op.Greater(x, 0.0), op.Sub(1.0, h), h))
-    distribution = op.Mul(op.Add(op.Erf(op.Mul(x, math.sqrt(0.5))), 1.0), 0.5)
-    return op.Mul(dy, op.Add(distribution, op.Mul(x, density)))
+            total = t * total + coefficient
+        h = density * (total * r - a)
+        return dy * op.Where(op.Greater(x, 0.0), 1.0 - h, h)
+    distribution = (op.Erf(x * math.sqrt(0.5)) + 1.0) * 0.5
+    return dy * (distribution + x * density)
 
 
-@gradient("Relu")
-def relu_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.ReluGrad(node.grad(0), node.output(0)),)
+elementwise("Relu", lambda op, dy, y, x: op.ReluGrad(dy, y))
+elementwise("Sigmoid", lambda op, dy, y, x: op.SigmoidGrad(dy, y))
+elementwise("Tanh", lambda op, dy, y, x: op.TanhGrad(dy, y))
+elementwise("Swish", lambda op, dy, y, x, **alpha: op.QuickGeluGrad(dy, x, **alpha))
+elementwise("QuickGelu", lambda op, dy, y, x, **alpha: op.QuickGeluGrad(dy, x, **alpha), domain=DOMAIN)
+elementwise("Gelu", lambda op, dy, y, x: op.GeluGrad(dy, x), domain=DOMAIN)
+elementwise("Softplus", lambda op, dy, y, x: dy * op.Sigmoid(x))
+
+elementwise("ThresholdedRelu", lambda op, dy, y, x, *, alpha: op.Where(op.Greater(x, alpha), dy, 0.0))
+elementwise("Shrink", lambda op, dy, y, x, *, lambd: op.Where(op.Greater(op.Abs(x), lambd), dy, 0.0))
+elementwise(
+    "PRelu",
+    lambda op, dy, y, x, slope: op.Where(op.Greater(x, 0.0), dy, dy * slope),
+    lambda op, dy, y, x, slope: op.Where(op.Greater(x, 0.0), 0.0, dy * x),
+)
+
+# For negative X, the exponential is computed from Y, without overflow.
+elementwise("Elu", lambda op, dy, y, x, *, alpha: dy * _slope(op, x, 1.0, y + alpha))
+elementwise("Selu", lambda op, dy, y, x, *, alpha, gamma: dy * _slope(op, x, gamma, y + alpha * gamma))
+elementwise("Celu", lambda op, dy, y, x, *, alpha: dy * _slope(op, x, 1.0, y / alpha + 1.0))
 
 
-@gradient("Sigmoid")
-def sigmoid_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.SigmoidGrad(node.grad(0), node.output(0)),)
-
-
-@gradient("Tanh")
-def tanh_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.TanhGrad(node.grad(0), node.output(0)),)
+def _slope(op: Recorder, x: ir.Value, positive: float, negative: ir.Value) -> ir.Value:
+    """A derivative that depends on the sign of X."""
+    return op.Where(op.Greater(x, 0.0), positive, negative)
 
 
 @gradient("LeakyRelu")
-def leaky_relu_gradient(node: ForwardNode) -> Gradients:
+def leaky_relu_gradient(node: ForwardNode) -> ir.Value:
     op, dy, alpha = node.op, node.grad(0), node.attribute("alpha")
     if alpha < 0:
-        return (op.Where(op.Greater(node.input(0), 0.0), dy, op.Mul(dy, alpha)),)
-    return (op.LeakyReluGrad(dy, node.output(0), alpha=alpha),)
-
-
-@gradient("PRelu", broadcasts=True)
-def p_relu_gradient(node: ForwardNode) -> Gradients:
-    op, dy, x = node.op, node.grad(0), node.input(0)
-    positive = op.Greater(x, 0.0)
-    return op.Where(positive, dy, op.Mul(dy, node.input(1))), op.Where(positive, 0.0, op.Mul(dy, x))
-
-
-@gradient("ThresholdedRelu")
-def thresholded_relu_gradient(node: ForwardNode) -> Gradients:
-    op = node.op
-    return (op.Where(op.Greater(node.input(0), node.attribute("alpha")), node.grad(0), 0.0),)
-
-
-@gradient("Shrink")
-def shrink_gradient(node: ForwardNode) -> Gradients:
-    op = node.op
-    outside = op.Greater(op.Abs(node.input(0)), node.attribute("lambd"))
-    return (op.Where(outside, node.grad(0), 0.0),)
-
-
-@gradient("Elu")
-def elu_gradient(node: ForwardNode) -> Gradients:
-    return (_exponential_grad(node, 1.0, node.op.Add(node.output(0), node.attribute("alpha"))),)
-
-
-@gradient("Selu")
-def selu_gradient(node: ForwardNode) -> Gradients:
-    alpha, gamma = node.attribute("alpha"), node.attribute("gamma")
-    return (_exponential_grad(node, gamma, node.op.Add(node.output(0), alpha * gamma)),)
-
-
-@gradient("Celu")
-def celu_gradient(node: ForwardNode) -> Gradients:
-    op = node.op
-    return (_exponential_grad(node, 1.0, op.Add(op.Div(node.output(0), node.attribute("alpha")), 1.0)),)
-
-
-def _exponential_grad(node: ForwardNode, slope: float, exponential: ir.Value) -> ir.Value:
-    """A constant slope for positive X, the exponential (which Y gives without overflow) for negative X."""
-    op = node.op
-    return op.Mul(node.grad(0), op.Where(op.Greater(node.input(0), 0.0), slope, exponential))
-
-
-@gradient("Softplus")
-def softplus_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.Mul(node.grad(0), node.op.Sigmoid(node.input(0))),)
+        return op.Where(op.Greater(node.input(0), 0.0), dy, dy * alpha)
+    return op.LeakyReluGrad(dy, node.output(0), **node.attributes)
 
 
 @gradient("Softsign")
-def softsign_gradient(node: ForwardNode) -> Gradients:
-    op = node.op
-    root = op.Add(op.Abs(node.input(0)), 1.0)
-    return (op.Div(node.grad(0), op.Mul(root, root)),)
+def softsign_gradient(node: ForwardNode) -> ir.Value:
+    root = node.op.Abs(node.input(0)) + 1.0
+    return node.grad(0) / (root * root)
 
 
 @gradient("Mish")
-def mish_gradient(node: ForwardNode) -> Gradients:
+def mish_gradient(node: ForwardNode) -> ir.Value:
     op, x = node.op, node.input(0)
     t = op.Tanh(op.Softplus(x))
-    slope = op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))
-    return (op.Mul(node.grad(0), op.Add(t, slope)),)
+    return node.grad(0) * (t + x * op.Sigmoid(x) * (1.0 - t * t))
 
 
 @gradient("HardSigmoid")
-def hard_sigmoid_gradient(node: ForwardNode) -> Gradients:
+def hard_sigmoid_gradient(node: ForwardNode) -> ir.Value:
     op, y = node.op, node.output(0)
     inside = op.And(op.Greater(y, 0.0), op.Less(y, 1.0))
-    return (op.Where(inside, op.Mul(node.grad(0), node.attribute("alpha")), 0.0),)
+    return op.Where(inside, node.grad(0) * node.attribute("alpha"), 0.0)
 
 
 @gradient("HardSwish")
-def hard_swish_gradient(node: ForwardNode) -> Gradients:
+def hard_swish_gradient(node: ForwardNode) -> ir.Value:
     op, x = node.op, node.input(0)
-    slope = op.Where(op.Less(x, 3.0), op.Add(op.Mul(x, 1 / 3), 0.5), 1.0)
-    return (op.Mul(node.grad(0), op.Where(op.Greater(x, -3.0), slope, 0.0)),)
-
-
-@gradient("Swish")
-def swish_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.QuickGeluGrad(node.grad(0), node.input(0), alpha=node.attribute("alpha")),)
-
-
-@gradient("QuickGelu", domain="com.microsoft")
-def quick_gelu_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.QuickGeluGrad(node.grad(0), node.input(0), alpha=node.attribute("alpha")),)
+    slope = op.Where(op.Less(x, 3.0), x * (1 / 3) + 0.5, 1.0)
+    return node.grad(0) * op.Where(op.Greater(x, -3.0), slope, 0.0)
 
 
 @gradient("Gelu")
-def gelu_gradient(node: ForwardNode) -> Gradients:
-    if node.attribute("approximate") == "tanh":
-        return (node.op.FastGeluGrad(node.grad(0), node.input(0)),)
-    return (node.op.GeluGrad(node.grad(0), node.input(0)),)
+def gelu_gradient(node: ForwardNode) -> ir.Value:
+    op, dy, x = node.op, node.grad(0), node.input(0)
+    return op.FastGeluGrad(dy, x) if node.attribute("approximate") == "tanh" else op.GeluGrad(dy, x)
 
 
-@gradient("Gelu", domain="com.microsoft")
-def gelu_gradient_of_node(node: ForwardNode) -> Gradients:
-    return (node.op.GeluGrad(node.grad(0), node.input(0)),)
-
-
-@gradient("FastGelu", domain="com.microsoft", broadcasts=True)
+@gradient("FastGelu", domain=DOMAIN, broadcasts=True)
 def fast_gelu_gradient(node: ForwardNode) -> Gradients:
     op, x, bias = node.op, node.input(0), node.optional(1)
-    dx = op.FastGeluGrad(node.grad(0), x if bias is None else op.Add(x, bias))
+    dx = op.FastGeluGrad(node.grad(0), x if bias is None else x + bias)
     return dx, dx
 
 
-@gradient("BiasGelu", domain="com.microsoft", broadcasts=True)
+@gradient("BiasGelu", domain=DOMAIN, broadcasts=True)
 def bias_gelu_gradient(node: ForwardNode) -> Gradients:
     dx = node.op.BiasGeluGrad_dX(node.grad(0), node.input(0), node.input(1))
     return dx, dx

@@ -10,6 +10,8 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.operators.declaration import DOMAIN
+from ortgrad.ops._types import is_half
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _SWAPPED = [0, 1, 3, 2]
 _HEADS_FIRST = [0, 2, 1, 3]
 _END = np.iinfo(np.int64).max
-# What qk_matmul_output_mode makes the last output of: Q K' after scaling, softcap, mask, softmax.
+# The values of qk_matmul_output_mode: the last output is Q K' after scaling, softcap, mask or softmax.
 _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
 
 
@@ -31,9 +33,9 @@ def attention_gradient(node: ForwardNode) -> Gradients:
 class _Attention:
     """Y = P V with P = softmax(cap(scale Q K') + mask), and its gradients.
 
-    P comes from the forward node, so every way of masking is the forward's business: what is masked
-    has P = 0, and the gradient of a softmax is 0 there. Query heads that share a key are rows
-    of one matrix, so that the products below add up their gradients.
+    P is an output of the forward node, so the masks need no attention here: what is masked has P = 0, and
+    the gradient of a softmax is 0 there. Query heads that share a key are rows of one matrix, so that the
+    products below add up their gradients.
     """
 
     def __init__(self, node: ForwardNode) -> None:
@@ -64,8 +66,8 @@ class _Attention:
         if ds is not None:
             ds = op.SoftmaxGrad_13(ds, self.p, axis=-1)
         if d_qk is not None and self.mode == _BIASED:
-            # Masked scores are -inf, or the lowest number, whatever Q and K are.
-            lowest = -3e4 if d_qk.dtype is not None and d_qk.dtype.itemsize == 2 else -1e30
+            # Masked scores are -inf or the lowest number, and do not depend on Q and K.
+            lowest = -3e4 if is_half(d_qk) else -1e30
             d_qk = op.Where(op.Less(self._group_scores(node.output(3)), lowest), 0.0, d_qk)
         ds = self._with(ds, d_qk, _BIASED)
         mask = node.optional(3)
@@ -75,15 +77,15 @@ class _Attention:
         cap = node.attribute("softcap")
         if ds is not None and cap:
             scores = op.MatMul(self._group(self.q), op.Transpose(self.k, perm=_SWAPPED))
-            t = op.Tanh(op.Mul(scores, op.Div(self._scale(), cap)))
-            ds = op.Mul(ds, op.Sub(1.0, op.Mul(t, t)))
+            t = op.Tanh(scores * (self._scale() / cap))
+            ds = ds * (1.0 - t * t)
         ds = self._with(ds, d_qk, _SCALED)
         dq = dk = None
         if ds is not None:
             dq = zero_if_empty(op, op.MatMul(ds, self.k), self.k, -2)
-            dq = op.Mul(dq, self._scale())
+            dq = dq * self._scale()
             dk = self._over_queries(op.MatMul(op.Transpose(ds, perm=_SWAPPED), self._group(self.q)))
-            dk = op.Mul(dk, self._scale())
+            dk = dk * self._scale()
             dq = self._merge(self._ungroup(dq))
         dk, d_past_key = self._parts(self._plus(dk, node.optional_grad(1)), 4)
         dv, d_past_value = self._parts(self._plus(dv, node.optional_grad(2)), 5)
@@ -93,7 +95,7 @@ class _Attention:
         return zero_if_empty(self.op, product, self.node.input(0), 1 if self.flat else 2)
 
     def _forward(self) -> Sequence[ir.Value]:
-        """The outputs of the forward node with P as the last one, or of one like it."""
+        """The outputs of the forward node, or of a copy of it, with P as the last one."""
         import onnx_ir as ir  # takes a while
 
         node, forward = self.node, self.node.forward
@@ -119,16 +121,16 @@ class _Attention:
         return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(self.q, start=3), q)))
 
     def _with(self, grad: ir.Value | None, d_qk: ir.Value | None, mode: int) -> ir.Value | None:
-        """The gradient at a stage, with what flows in through the output that shows this stage."""
+        """The gradient at a stage, including that of the last output if it shows this stage."""
         return self._plus(grad, d_qk) if self.mode == mode else grad
 
     def _plus(self, grad: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
         if grad is None or other is None:
             return other if grad is None else grad
-        return self.op.Add(grad, other)
+        return grad + other
 
     def _split(self, value: ir.Value, heads: int | None) -> ir.Value:
-        """[batch, head, length, width], from [batch, length, head * width] if need be."""
+        """[batch, head, length, width], also from [batch, length, head * width]."""
         if not self.flat:
             return value
         return self.op.Transpose(self.op.Reshape(value, [0, 0, heads, -1]), perm=_HEADS_FIRST)
@@ -139,7 +141,7 @@ class _Attention:
         return self.op.Reshape(self.op.Transpose(value, perm=_HEADS_FIRST), [0, 0, -1])
 
     def _group(self, value: ir.Value) -> ir.Value:
-        """The query heads that share a key below each other."""
+        """The value with query heads that share a key stacked as rows."""
         if self.heads is not None and self.heads == self.kv_heads:
             return value
         return self._with_heads(value, self.kv_heads, self.node.input(1))
@@ -149,7 +151,7 @@ class _Attention:
         known = all(_dim(v, length) is not None for v in self.node.inputs[1:3] if v is not None)
         if known and not self.past:
             return self._group(scores)
-        # onnx takes a symbolic number of keys for 0 here, so the shape must come from elsewhere.
+        # onnx infers 0 for a symbolic number of keys here, so the shape is taken from the keys.
         rows = op.constant(np.array([-1]))
         shape = op.Concat(op.Shape(self.k, end=2), rows, op.Shape(self.k, start=2, end=3), axis=0)
         return op.Reshape(scores, shape)
@@ -169,15 +171,14 @@ class _Attention:
         )
 
     def _mask_grad(self, ds: ir.Value, mask: ir.Value) -> ir.Value:
-
         op = self.op
         ds = self._ungroup(ds)
-        # A mask may end before the keys do.
+        # A mask may be shorter than the keys.
         ds = op.Slice(ds, [0], op.Shape(mask, start=-1), [3])
         return unbroadcast(op, ds, mask, ds)
 
     def _parts(self, grad: ir.Value | None, past: int) -> tuple[ir.Value | None, ir.Value | None]:
-        """The gradients towards new and past keys or values, from that towards all of them."""
+        """The gradients of new and of past keys or values, from that of their concatenation."""
         if grad is None or not self.past:
             return None if grad is None else self._merge(grad), None
         op, length = self.op, self.op.Shape(self.node.input(past), start=2, end=3)
@@ -191,15 +192,15 @@ def _dim(value: ir.Value, axis: int) -> int | None:
 
 
 @gradient("RotaryEmbedding")
-def rotary_embedding_gradient(node: ForwardNode) -> Gradients:
-    # A rotation is undone by the one with the opposite angle.
+def rotary_embedding_gradient(node: ForwardNode) -> ir.Value | Gradients:
+    # The inverse of a rotation is the rotation by the opposite angle.
     op, dy, positions = node.op, node.grad(0), node.optional(3)
-    dx = op.RotaryEmbedding(dy, node.input(1), op.Neg(node.input(2)), positions, **node.attributes)
+    dx = op.RotaryEmbedding(dy, node.input(1), -node.input(2), positions, **node.attributes)
     if not (node.wants(1) or node.wants(2)):
-        return (dx,)
+        return dx
     (x1, x2), (d1, d2) = _pairs(node, node.input(0)), _pairs(node, dy)
-    d_cos = op.ReduceSum(op.Add(op.Mul(d1, x1), op.Mul(d2, x2)), [2], keepdims=0)
-    d_sin = op.ReduceSum(op.Sub(op.Mul(d2, x1), op.Mul(d1, x2)), [2], keepdims=0)
+    d_cos = op.ReduceSum(d1 * x1 + d2 * x2, [2], keepdims=0)
+    d_sin = op.ReduceSum(d2 * x1 - d1 * x2, [2], keepdims=0)
     if positions is None:
         return dx, d_cos, d_sin
     shape = op.shape_of(node.input(1))
@@ -207,7 +208,7 @@ def rotary_embedding_gradient(node: ForwardNode) -> Gradients:
 
 
 def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """What is rotated together, both as [batch, length, head, pair]."""
+    """The two components that are rotated together, each as [batch, length, head, pair]."""
     op, width = node.op, node.attribute("rotary_embedding_dim")
     if node.rank() == 3:
         value = op.Reshape(value, [0, 0, node.attribute("num_heads"), -1])
@@ -221,13 +222,9 @@ def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
     return first, second
 
 
-@gradient("RotaryEmbedding", domain="com.microsoft")
-def rotary_embedding_gradient_of_node(node: ForwardNode) -> Gradients:
-    op = node.op
+@gradient("RotaryEmbedding", domain=DOMAIN)
+def contrib_rotary_embedding_gradient(node: ForwardNode) -> ir.Value:
     if node.wants(2) or node.wants(3):
-        raise node.unsupported("a gradient towards its caches is not known; use RotaryEmbedding of ai.onnx")
-    sin = op.Neg(node.input(3))
-    dx = op.RotaryEmbedding(
-        node.grad(0), node.input(1), node.input(2), sin, _domain="com.microsoft", **node.attributes
-    )
-    return (dx,)
+        raise node.unsupported("its caches have no gradient; use RotaryEmbedding of ai.onnx")
+    positions, cos, sin = node.input(1), node.input(2), node.input(3)
+    return node.op.RotaryEmbedding(node.grad(0), positions, cos, -sin, _domain=DOMAIN, **node.attributes)

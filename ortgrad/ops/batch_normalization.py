@@ -11,7 +11,8 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import blockwise
-from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
+from ortgrad.ops._normalization import count_along, inverse_root, statistics, sum_of
+from ortgrad.ops._types import cast_like, widened
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -47,15 +48,15 @@ def batch_normalization_grad(
 ) -> _Arrays:
     """dX = scale * inv * (dY - bias_grad / n - N * scale_grad / n), N = (X - mean) * inv
 
-    `mean` and `inv` are the batch's mean and inverse standard deviation, which BatchNormInternal saves;
-    the latter comes in as the input `variance`, whatever its name says, and `epsilon` is in it already.
+    `mean` and `inv` are the batch's mean and inverse standard deviation, which BatchNormInternal saves. In
+    spite of its name, the input `variance` is the latter, which includes `epsilon` already.
     bias_grad = sum(dY) and scale_grad = sum(dY * N) are sums over the n values of a channel.
     """
     _check_channels(x, scale=scale, mean=mean, variance=inv)
     kind = x.dtype
     mean, inv = mean.astype(kind, copy=False), inv.astype(kind, copy=False)
     dx = empty(0, x.shape) if wanted[0] else np.empty_like(x)
-    # The centred values stand where dX will.
+    # The memory of dX holds the centred values first.
     centred, grads, values = (_channels(a) for a in (dx, dy, x))
     ones = np.ones(values.shape[2], kind)
     total, weighted = np.zeros((2, values.shape[1]), kind)
@@ -99,16 +100,16 @@ def batch_normalization_grad_body(
     rank = op.rank(x)
     dy = _require_channels(op, dy, x, scale, rank)
     mean, inv = cast_like(op, mean, x), cast_like(op, inv, x)
-    centred = op.Sub(x, _on_channels(op, mean, rank))
+    centred = x - _on_channels(op, mean, rank)
     total = _channel_sum(op, dy, rank)
-    weighted = op.Mul(_channel_sum(op, op.Mul(dy, centred), rank), inv)
-    # dX = factor * (dY - shift - centred * slope): the products of channels are cheap.
-    factor = op.Mul(cast_like(op, scale, x), inv)
+    weighted = _channel_sum(op, dy * centred, rank) * inv
+    # dX = factor * (dY - shift - centred * slope), with products per channel wherever possible.
+    factor = cast_like(op, scale, x) * inv
     count = cast_like(op, count_along(op, x, _other_axes(rank)), x)
-    slope, shift = op.Div(op.Mul(weighted, inv), count), op.Div(total, count)
-    pull = op.Add(op.Mul(centred, _on_channels(op, slope, rank)), _on_channels(op, shift, rank))
-    # The factor comes last, so that an infinite one is not subtracted from itself.
-    dx = op.Mul(op.Sub(dy, pull), _on_channels(op, factor, rank))
+    slope, shift = weighted * inv / count, total / count
+    pull = centred * _on_channels(op, slope, rank) + _on_channels(op, shift, rank)
+    # The factor is applied last, so that an infinite one is not subtracted from itself.
+    dx = (dy - pull) * _on_channels(op, factor, rank)
     return [dx, cast_like(op, weighted, scale), cast_like(op, total, scale)]
 
 
@@ -146,7 +147,7 @@ def batch_norm_internal(
     """
     _check_internal(training_mode, wanted)
     _check_channels(x, scale=scale, B=b, input_mean=input_mean, input_var=input_var)
-    # The centred values stand where Y will.
+    # The memory of Y holds the centred values first.
     y = empty(0, x.shape)
     kind, values, centred = x.dtype, _channels(x), _channels(y)
     mean, var = (v.astype(kind, copy=False) for v in (input_mean, input_var))
@@ -198,14 +199,14 @@ def batch_norm_internal_body(
     mean, var = cast_like(op, input_mean, x), cast_like(op, input_var, x)
     if training_mode:
         mean = _channel_mean(op, x, rank)
-    centred = op.Sub(x, _on_channels(op, mean, rank))
+    centred = x - _on_channels(op, mean, rank)
     if training_mode:
-        var = _channel_mean(op, op.Mul(centred, centred), rank)
-    inv = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
-    factor = _on_channels(op, op.Mul(cast_like(op, scale, x), inv), rank)
-    y = op.Add(op.Mul(centred, factor), _on_channels(op, cast_like(op, b, x), rank))
+        var = _channel_mean(op, centred * centred, rank)
+    inv = inverse_root(op, var + epsilon)
+    factor = _on_channels(op, cast_like(op, scale, x) * inv, rank)
+    y = centred * factor + _on_channels(op, cast_like(op, b, x), rank)
     running = [
-        op.Add(op.Mul(old, momentum), op.Mul(cast_like(op, new, old), 1 - momentum))
+        old * momentum + cast_like(op, new, old) * (1 - momentum)
         for old, new in ((input_mean, mean), (input_var, var))
     ]
     return [y, *running, cast_like(op, mean, input_mean), cast_like(op, inv, input_mean)]
@@ -229,7 +230,7 @@ def _check_channels(x: np.ndarray, **vectors: np.ndarray) -> None:
 
 
 def _require_channels(op: Recorder, value: ir.Value, x: ir.Value, scale: ir.Value, rank: int) -> ir.Value:
-    """The value; scale, and all that is as long, must have one number per channel of X."""
+    """The value, provided that scale (and all that is as long) has one element per channel of X."""
     known = [
         None if v.shape is None else v.shape[i] for v, i in ((x, 1), (scale, 0)) if rank > 1 or v is scale
     ]
@@ -240,7 +241,7 @@ def _require_channels(op: Recorder, value: ir.Value, x: ir.Value, scale: ir.Valu
     if not op.checked:
         return value
     channels = op.Shape(x, start=1, end=2) if rank > 1 else [1]
-    return op.require(value, [op.Sub(op.Shape(scale), channels)], "X [N, C, ...], scale [C]")
+    return op.require(value, [op.Shape(scale) - channels], "X [N, C, ...], scale [C]")
 
 
 def _channels(x: np.ndarray) -> np.ndarray:
@@ -250,12 +251,12 @@ def _channels(x: np.ndarray) -> np.ndarray:
 
 
 def _other_axes(rank: int) -> list[int]:
-    """All but that of the channels."""
+    """All axes except that of the channels."""
     return [0, *range(2, rank)]
 
 
 def _on_channels(op: Recorder, vector: ir.Value, rank: int) -> ir.Value:
-    """A value per channel so that it broadcasts with [batch, channel, ...]."""
+    """A vector of one element per channel, shaped to broadcast with [batch, channel, ...]."""
     return op.Unsqueeze(vector, list(range(1, rank - 1))) if rank > 2 else vector
 
 
@@ -271,53 +272,48 @@ def _channel_mean(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
 def batch_normalization_gradient(node: ForwardNode) -> Gradients:
     op, rank = node.op, node.rank()
     if node.attribute("training_mode"):
-        return _batch_statistics_grad(node)
+        return _training_gradients(node)
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
     scale, mean, var = (cast_like(op, node.input(i), x) for i in (1, 3, 4))
-    inv = op.Reciprocal(op.Sqrt(op.Add(var, node.attribute("epsilon"))))
-    factor = op.Mul(scale, inv)
-    centred = op.Sub(x, _on_channels(op, mean, rank))
+    inv = inverse_root(op, var + node.attribute("epsilon"))
+    factor = scale * inv
+    centred = x - _on_channels(op, mean, rank)
     d_bias = _channel_sum(op, dy, rank)
-    d_scale = op.Mul(inv, _channel_sum(op, op.Mul(dy, centred), rank))
+    d_scale = inv * _channel_sum(op, dy * centred, rank)
     return (
-        op.Mul(dy, _on_channels(op, factor, rank)),
+        dy * _on_channels(op, factor, rank),
         d_scale,
         d_bias,
-        op.Neg(op.Mul(factor, d_bias)),
-        op.Mul(op.Mul(op.Mul(factor, inv), d_scale), -0.5),
+        -(factor * d_bias),
+        factor * inv * d_scale * -0.5,
     )
 
 
-def _batch_statistics_grad(node: ForwardNode) -> Gradients:
+def _training_gradients(node: ForwardNode) -> Gradients:
     op, rank, momentum = node.op, node.rank(), node.attribute("momentum")
     x = widened(op, node.input(0))
     mean = _channel_mean(op, x, rank)
-    centred = op.Sub(x, _on_channels(op, mean, rank))
+    centred = x - _on_channels(op, mean, rank)
     d_running_mean, d_running_var = node.optional_grad(1), node.optional_grad(2)
     gradients: list[ir.Value | None] = [None] * 5
     parts = []
     if node.optional_grad(0) is not None:
-        var = _channel_mean(op, op.Mul(centred, centred), rank)
-        inv = op.Reciprocal(op.Sqrt(op.Add(var, node.attribute("epsilon"))))
+        var = _channel_mean(op, centred * centred, rank)
+        inv = inverse_root(op, var + node.attribute("epsilon"))
+        operands = widened(op, node.grad(0)), x, node.input(1), mean, inv
         dx, gradients[1], gradients[2] = op.BatchNormalizationGrad(
-            widened(op, node.grad(0)),
-            x,
-            node.input(1),
-            mean,
-            inv,
-            epsilon=node.attribute("epsilon"),
-            _outputs=3,
+            *operands, epsilon=node.attribute("epsilon"), _outputs=3
         )
         parts.append(dx)
     # The running statistics are momentum * input + (1 - momentum) * the batch's.
-    share = op.Div(op.number(1 - momentum, x), count_along(op, x, _other_axes(rank)))
+    share = op.number(1 - momentum, x) / count_along(op, x, _other_axes(rank))
     if d_running_var is not None:
-        gradients[4] = op.Mul(d_running_var, momentum)
-        slope = op.Mul(op.Mul(cast_like(op, d_running_var, x), 2.0), share)
-        parts.append(op.Mul(centred, _on_channels(op, slope, rank)))
+        gradients[4] = d_running_var * momentum
+        slope = cast_like(op, d_running_var, x) * 2.0 * share
+        parts.append(centred * _on_channels(op, slope, rank))
     if d_running_mean is not None:
-        gradients[3] = op.Mul(d_running_mean, momentum)
-        shift = _on_channels(op, op.Mul(cast_like(op, d_running_mean, x), share), rank)
+        gradients[3] = d_running_mean * momentum
+        shift = _on_channels(op, cast_like(op, d_running_mean, x) * share, rank)
         parts.append(shift if parts else op.Expand(shift, op.shape_of(x)))
     gradients[0] = sum_of(op, parts)
     return gradients
@@ -329,13 +325,13 @@ def instance_normalization_gradient(node: ForwardNode) -> Gradients:
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
     axes = list(range(2, rank))
     mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
-    normalized = op.Mul(op.Sub(x, mean), inv)
-    # scale is the same along the axes, so it can wait; the sums over them serve three gradients.
-    total, weighted = op.ReduceSum(dy, axes), op.ReduceSum(op.Mul(dy, normalized), axes)
-    factor = op.Mul(inv, _on_channels(op, cast_like(op, node.input(1), x), rank))
+    normalized = (x - mean) * inv
+    # scale is constant along the axes, so it is applied last; the sums serve three gradients.
+    total, weighted = op.ReduceSum(dy, axes), op.ReduceSum(dy * normalized, axes)
+    factor = inv * _on_channels(op, cast_like(op, node.input(1), x), rank)
     count = count_along(op, x, axes)
-    pull = op.Add(op.Mul(normalized, op.Div(weighted, count)), op.Div(total, count))
-    dx = op.Mul(factor, op.Sub(dy, pull))
+    pull = normalized * (weighted / count) + total / count
+    dx = factor * (dy - pull)
     return dx, _channel_sum(op, weighted, rank), _channel_sum(op, total, rank)
 
 
@@ -347,13 +343,13 @@ def group_normalization_gradient(node: ForwardNode) -> Gradients:
     per_group = op.opset < 21  # before, scale and bias have a value per group, not per channel
     values = op.Reshape(x, grouped)
     mean, inv = statistics(op, values, [2], node.attribute("epsilon"))
-    normalized = op.Mul(op.Sub(values, mean), inv)
+    normalized = (values - mean) * inv
     if per_group:
         dy, rank = op.Reshape(dy, grouped), 3
-        g, weighted = op.Mul(dy, _on_channels(op, scale, 3)), op.Mul(dy, normalized)
+        g, weighted = dy * _on_channels(op, scale, 3), dy * normalized
     else:
-        g = op.Reshape(op.Mul(dy, _on_channels(op, scale, rank)), grouped)
-        weighted = op.Mul(dy, op.Reshape(normalized, shape))
+        g = op.Reshape(dy * _on_channels(op, scale, rank), grouped)
+        weighted = dy * op.Reshape(normalized, shape)
     dx = op.Reshape(_standardized_grad(op, g, normalized, inv, [2]), shape)
     return dx, _channel_sum(op, weighted, rank), _channel_sum(op, dy, rank)
 
@@ -362,17 +358,17 @@ def _standardized_grad(
     op: Recorder, g: ir.Value, normalized: ir.Value, inv: ir.Value, axes: list[int]
 ) -> ir.Value:
     """inv * (g - mean(g) - N * mean(g * N)), g the gradient of N = (X - mean) * inv"""
-    pull = op.Mul(normalized, op.ReduceMean(op.Mul(g, normalized), axes))
-    return op.Mul(inv, op.Sub(g, op.Add(pull, op.ReduceMean(g, axes))))
+    pull = normalized * op.ReduceMean(g * normalized, axes)
+    return inv * (g - (pull + op.ReduceMean(g, axes)))
 
 
 @gradient("MeanVarianceNormalization")
-def mean_variance_normalization_gradient(node: ForwardNode) -> Gradients:
+def mean_variance_normalization_gradient(node: ForwardNode) -> ir.Value:
     op, axes = node.op, [axis % node.rank() for axis in node.attribute("axes")]
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
-    centred = op.Sub(x, op.ReduceMean(x, axes))
-    deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes))
-    # Y = centred / (deviation + 1e-9); where all values are equal, it does not move with the deviation.
+    centred = x - op.ReduceMean(x, axes)
+    deviation = op.Sqrt(op.ReduceMean(centred * centred, axes))
+    # Y = centred / (deviation + 1e-9); where all values are equal, Y does not depend on the deviation.
     flat = op.Equal(deviation, 0.0)
-    normalized = op.Where(flat, 0.0, op.Div(centred, op.Where(flat, 1.0, deviation)))
-    return (_standardized_grad(op, dy, normalized, op.Reciprocal(op.Add(deviation, 1e-9)), axes),)
+    normalized = op.Where(flat, 0.0, centred / op.Where(flat, 1.0, deviation))
+    return _standardized_grad(op, dy, normalized, op.Reciprocal(deviation + 1e-9), axes)

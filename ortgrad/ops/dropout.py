@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.operators.declaration import FLOATS, Empty, operator
-from ortgrad.ops._kernels import elementwise, keep_where
+from ortgrad.ops._kernels import keep_where, piecewise
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -35,7 +35,7 @@ def dropout_grad(
     *,
     empty: Empty,
 ) -> np.ndarray:
-    """dX = dY / (1 - ratio) where mask, else 0; dY itself without mask or out of training mode"""
+    """dX = dY / (1 - ratio) where mask, else 0; dY without a mask or outside of training mode"""
     rate = _DEFAULT_RATIO if ratio is None else float(ratio.reshape(()))
     if not 0 <= rate < 1:
         raise ValueError(f"ratio must be in [0, 1), it is {rate}")
@@ -48,7 +48,7 @@ def dropout_grad(
         keep_where(mask, dy, out=dx)
         np.multiply(dx, scale, out=dx)
 
-    return elementwise(grad, empty(0, dy.shape), dy, mask)
+    return piecewise(grad, empty(0, dy.shape), dy, mask)
 
 
 @operator("TrainableDropoutGrad", **_CONTRACT)
@@ -60,7 +60,7 @@ def trainable_dropout_grad(
     *,
     empty: Empty,
 ) -> np.ndarray:
-    """DropoutGrad, for the gradient of the former TrainableDropout"""
+    """DropoutGrad under the name of the former TrainableDropout"""
     result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode, empty=empty)
     return result
 
@@ -73,17 +73,17 @@ def dropout_grad_body(
     if mask is None:
         return op.Identity(dy)
     if ratio is None:
-        scaled = op.Mul(dy, 1 / (1 - _DEFAULT_RATIO))
+        scaled = dy * (1 / (1 - _DEFAULT_RATIO))
     else:
-        # One element may come as a vector, which must not give a scalar dY another rank.
+        # The ratio may be a vector of one element, which must not change the rank of a scalar dY.
         ratio = op.Reshape(ratio, np.zeros(0, np.int64))
         if dy.dtype is not None and ratio.dtype is not None and dy.dtype.itemsize > ratio.dtype.itemsize:
             ratio = op.CastLike(ratio, dy)
         valid = op.And(op.GreaterOrEqual(ratio, 0.0), op.Less(ratio, 1.0))
         if op.checked:
             dy = op.require(dy, [op.Unsqueeze(op.Not(valid), [0])], "a ratio in [0, 1)")
-        scale = op.Where(valid, op.Reciprocal(op.Sub(1.0, ratio)), float("nan"))
-        scaled = op.Mul(dy, op.CastLike(scale, dy))
+        scale = op.Where(valid, op.Reciprocal(1.0 - ratio), float("nan"))
+        scaled = dy * op.CastLike(scale, dy)
     dropped = op.Where(mask, scaled, 0.0)
     if training_mode is None:
         return dropped
@@ -91,11 +91,9 @@ def dropout_grad_body(
 
 
 @gradient("Dropout")
-def dropout_gradient(node: ForwardNode) -> Gradients:
+def dropout_gradient(node: ForwardNode) -> ir.Value:
     dy, training = node.grad(0), node.optional(2)
     known = node.constant(2)
     if training is None or (known is not None and not known.any()):
-        return (dy,)
-    return (
-        node.op.DropoutGrad(dy, node.add_output(1), node.optional(1), training if known is None else None),
-    )
+        return dy
+    return node.op.DropoutGrad(dy, node.add_output(1), node.optional(1), training if known is None else None)

@@ -1,7 +1,7 @@
 """Gathers and scatters: their gradient rules, and GatherGrad, GatherElementsGrad, GatherNDGrad.
 
-onnxruntime's ScatterND lets several threads add to one place at the same time and loses terms, so sums
-go through ScatterElements, which works on one thread.
+Sums are written with ScatterElements, which runs on one thread: in onnxruntime's ScatterND several threads
+add to the same place at the same time, and terms are lost.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.graph.protos import FLOAT, INT64
 from ortgrad.operators.contract import with_axis
-from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, Operand, Shape, operator
+from ortgrad.operators.declaration import DOMAIN, FLOATS, INTEGERS, Empty, Operand, Shape, operator
+from ortgrad.ops._types import narrowed, widened
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
 
-# Elements whose positions are computed at a time.
+# The number of elements whose positions are computed at a time.
 _CHUNK = 1 << 18
 
 
@@ -47,25 +48,24 @@ def size_of(op: Recorder, value: ir.Value) -> ir.Value:
 def scatter_back(
     op: Recorder, dy: ir.Value, shape: ir.Value, select: Callable[[ir.Value], ir.Value], unique: bool = False
 ) -> ir.Value:
-    """Add each element of dY to the place that `select` took it from; no place twice if `unique`."""
+    """Add each element of dY to the place that `select` took it from; `unique` if no place occurs twice."""
     places = op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape, allowzero=1)
     selected = select(places)
     dy = op.require_shape(dy, selected, "dY of the shape of what is selected")
-    return _scatter_flat(op, dy, shape, selected, unique)
+    return scatter_flat(op, dy, shape, selected, unique)
 
 
-def _scatter_flat(
+def scatter_flat(
     op: Recorder, dy: ir.Value, shape: ir.Value, positions: ir.Value, unique: bool = False
 ) -> ir.Value:
     """Add the elements of dY to zeros of a shape, at these positions in the flattened tensor."""
     positions = op.Reshape(positions, [-1])
-    half = not unique and dy.dtype is not None and dy.dtype.itemsize < 4
-    # ScatterElements adds up no half-precision numbers.
-    terms = op.Reshape(op.Cast(dy, to=FLOAT) if half else dy, [-1])
+    # onnxruntime's ScatterElements does not add half-precision numbers.
+    terms = op.Reshape(dy if unique else widened(op, dy), [-1])
     zeros = op.Expand(op.number(0.0, terms), op.ReduceProd(shape, keepdims=1))
     total = op.ScatterElements(zeros, positions, terms, axis=0, reduction="none" if unique else "add")
     total = op.Reshape(total, shape, allowzero=1)
-    return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
+    return total if unique else narrowed(op, total, dy)
 
 
 def _positive(indices: np.ndarray, length: int) -> np.ndarray:
@@ -82,7 +82,7 @@ def _positive(indices: np.ndarray, length: int) -> np.ndarray:
 def _add_rows(dx: np.ndarray, rows: np.ndarray, dy: np.ndarray) -> None:
     """dx[rows[i]] += dy[i], in place, for arrays of two axes."""
     width = dx.shape[1]
-    # add.at is fast along one axis only.
+    # add.at is fast for one-dimensional arrays only.
     flat, columns = dx.reshape(-1), np.arange(width)
     step = max(1, _CHUNK // max(1, width))
     for i in range(0, len(rows), step):
@@ -128,26 +128,26 @@ def gather_grad(
 def gather_grad_body(
     op: Recorder, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, axis: int
 ) -> ir.Value:
-    shape = op.Cast(shape, to=INT64)
+    shape = op.Cast(shape, to=TensorProto.INT64)
     length = op.Gather(shape, axis)
-    # As many dimensions as are known to be needed: outer axes, indices, inner axes.
+    # Dimensions: outer axes, indices and, unless the axis is known to be the last, inner axes.
     rank = shape.shape[0] if shape.shape is not None else None
     if isinstance(rank, int):
         axis %= rank
     last = axis == -1 or axis + 1 == rank
-    rows = op.Reshape(op.Cast(indices, to=INT64), [1, -1] if last else [1, -1, 1])
+    rows = op.Reshape(op.Cast(indices, to=TensorProto.INT64), [1, -1] if last else [1, -1, 1])
     if op.checked:
-        outside = op.Or(op.Less(rows, op.Neg(length)), op.GreaterOrEqual(rows, length))
+        outside = op.Or(op.Less(rows, -length), op.GreaterOrEqual(rows, length))
         dy = op.require(dy, [outside], "indices that the axis has")
-    rows = op.Where(op.Less(rows, 0), op.Add(rows, length), rows)
+    rows = op.Where(op.Less(rows, 0), rows + length, rows)
     if axis != 0:
         outer = op.ReduceProd(op.Slice(shape, [0], [axis]), keepdims=0)
-        starts = op.Mul(op.Range(0, outer, 1), length)
-        rows = op.Add(op.Reshape(starts, [-1, 1] if last else [-1, 1, 1]), rows)
+        starts = op.Range(0, outer, 1) * length
+        rows = op.Reshape(starts, [-1, 1] if last else [-1, 1, 1]) + rows
     if not last:
         inner = op.ReduceProd(op.Slice(shape, [axis + 1], [np.iinfo(np.int64).max]), keepdims=0)
-        rows = op.Add(op.Mul(rows, inner), op.Range(0, inner, 1))
-    return _scatter_flat(op, dy, shape, rows)
+        rows = rows * inner + op.Range(0, inner, 1)
+    return scatter_flat(op, dy, shape, rows)
 
 
 @operator(
@@ -186,15 +186,13 @@ def gather_elements_grad(
 def gather_elements_grad_body(
     op: Recorder, dy: ir.Value, shape: ir.Value, indices: ir.Value, *, axis: int
 ) -> ir.Value:
-    half = dy.dtype is not None and dy.dtype.itemsize < 4
-    terms = op.Cast(dy, to=FLOAT) if half else dy
+    terms = widened(op, dy)
     zeros = op.Expand(op.number(0.0, terms), shape)
-    total = op.ScatterElements(zeros, indices, terms, axis=axis, reduction="add")
-    return op.Cast(total, to=int(dy.dtype)) if half and dy.dtype else total
+    return narrowed(op, op.ScatterElements(zeros, indices, terms, axis=axis, reduction="add"), dy)
 
 
 def _as_many(pattern: str) -> str:
-    """The pattern of as many dimensions, which may be others."""
+    """A pattern with the same number of dimensions, of any lengths."""
     return " ".join(f"*X:{token[1:]}" if token.startswith("*") else f"X{token}" for token in pattern.split())
 
 
@@ -249,71 +247,71 @@ def gather_nd_grad_body(
 
 
 @gradient("Gather")
-def gather_gradient(node: ForwardNode) -> Gradients:
+def gather_gradient(node: ForwardNode) -> ir.Value:
     op, dy, x, axis = node.op, node.grad(0), node.input(0), node.attribute("axis")
     index = node.constant(1)
     if index is None or index.size != 1 or index.ndim > 1:
-        return (op.GatherGrad(op.shape_of(x), node.input(1), dy, axis=axis),)
-    # One constant index: the rest is padding.
+        return op.GatherGrad(op.shape_of(x), node.input(1), dy, **node.attributes)
+    # With one constant index, the gradient is padded to the length of the axis.
     i = int(index.item())
     if index.ndim == 0:
         dy = op.Unsqueeze(dy, [axis])
     length, rank = (None, None) if x.shape is None else (x.shape[axis], len(x.shape))
     if isinstance(length, int):
         i %= length
-        return (op.Pad(dy, [i, length - 1 - i], None, [axis], rank=rank),)
+        return op.Pad(dy, [i, length - 1 - i], None, [axis], rank=rank)
     others = op.Sub(op.Gather(op.shape_of(x), [axis]), [1])
     before, after = ([i], op.Sub(others, [i])) if i >= 0 else (op.Add(others, [i + 1]), [-1 - i])
-    return (op.Pad(dy, op.Concat(before, after, axis=0), None, [axis], rank=rank),)
+    return op.Pad(dy, op.Concat(before, after, axis=0), None, [axis], rank=rank)
 
 
 @gradient("GatherElements")
-def gather_elements_gradient(node: ForwardNode) -> Gradients:
-    op, axis = node.op, node.attribute("axis")
-    return (op.GatherElementsGrad(node.grad(0), op.shape_of(node.input(0)), node.input(1), axis=axis),)
+def gather_elements_gradient(node: ForwardNode) -> ir.Value:
+    op, shape = node.op, node.op.shape_of(node.input(0))
+    return op.GatherElementsGrad(node.grad(0), shape, node.input(1), **node.attributes)
 
 
 @gradient("GatherND")
-def gather_nd_gradient(node: ForwardNode) -> Gradients:
-    op, batch = node.op, node.attribute("batch_dims")
-    return (op.GatherNDGrad(op.shape_of(node.input(0)), node.input(1), node.grad(0), batch_dims=batch),)
+def gather_nd_gradient(node: ForwardNode) -> ir.Value:
+    op, shape = node.op, node.op.shape_of(node.input(0))
+    return op.GatherNDGrad(shape, node.input(1), node.grad(0), **node.attributes)
 
 
-@gradient("GatherGrad", domain="com.microsoft")
+@gradient("GatherGrad", domain=DOMAIN)
 def gather_grad_gradient(node: ForwardNode) -> Gradients:
-    return None, None, node.op.Gather(node.grad(0), node.input(1), axis=node.attribute("axis") or 0)
+    return None, None, node.op.Gather(node.grad(0), node.input(1), axis=node.attribute("axis"))
 
 
-@gradient("GatherElementsGrad", domain="com.microsoft")
-def gather_elements_grad_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.GatherElements(node.grad(0), node.input(2), axis=node.attribute("axis") or 0),)
+@gradient("GatherElementsGrad", domain=DOMAIN)
+def gather_elements_grad_gradient(node: ForwardNode) -> ir.Value:
+    return node.op.GatherElements(node.grad(0), node.input(2), axis=node.attribute("axis"))
 
 
-@gradient("GatherNDGrad", domain="com.microsoft")
+@gradient("GatherNDGrad", domain=DOMAIN)
 def gather_nd_grad_gradient(node: ForwardNode) -> Gradients:
-    batch = node.attribute("batch_dims") or 0
+    batch = node.attribute("batch_dims")
     return None, None, node.op.GatherND(node.grad(0), node.input(1), batch_dims=batch)
 
 
 @gradient("TopK")
-def top_k_gradient(node: ForwardNode) -> Gradients:
+def top_k_gradient(node: ForwardNode) -> ir.Value:
     op, axis = node.op, node.attribute("axis")
-    return (op.GatherElementsGrad(node.grad(0), op.shape_of(node.input(0)), node.add_output(1), axis=axis),)
+    return op.GatherElementsGrad(node.grad(0), op.shape_of(node.input(0)), node.add_output(1), axis=axis)
 
 
 @gradient("Unique")
-def unique_gradient(node: ForwardNode) -> Gradients:
-    # Equal elements: all of it goes to the first one.
-    return (_selected_back(node, node.add_output(1)),)
+def unique_gradient(node: ForwardNode) -> ir.Value:
+    # Of equal elements, the first one gets the whole gradient.
+    return _selected_back(node, node.add_output(1))
 
 
 @gradient("Compress")
-def compress_gradient(node: ForwardNode) -> Gradients:
+def compress_gradient(node: ForwardNode) -> ir.Value:
     op, x, axis = node.op, node.input(0), node.attribute("axis")
-    # onnxruntime does not read the condition further than the input goes.
+    # onnxruntime ignores the part of the condition that is longer than the input.
     length = size_of(op, x) if axis is None else op.Gather(op.shape_of(x), [axis])
     condition = op.Slice(node.input(1), [0], length)
-    return (_selected_back(node, op.Squeeze(op.NonZero(condition), [0])),)
+    return _selected_back(node, op.Squeeze(op.NonZero(condition), [0]))
 
 
 def _selected_back(node: ForwardNode, indices: ir.Value) -> ir.Value:
@@ -331,40 +329,42 @@ def one_hot_gradient(node: ForwardNode) -> Gradients:
         op.Reshape(op.number(0.0, values), [1]), op.Reshape(op.number(1.0, values), [1]), axis=0
     )
     hit = op.OneHot(node.input(0), node.input(1), off_on, axis=node.attribute("axis"))
-    on = op.ReduceSum(op.Mul(dy, hit), keepdims=0)
-    off = op.ReduceSum(op.Mul(dy, op.Sub(1.0, hit)), keepdims=0)
+    on = op.ReduceSum(dy * hit, keepdims=0)
+    off = op.ReduceSum(dy * (1.0 - hit), keepdims=0)
     return None, None, op.Concat(op.Reshape(off, [1]), op.Reshape(on, [1]), axis=0)
 
 
 @gradient("ScatterElements")
 def scatter_elements_gradient(node: ForwardNode) -> Gradients:
-    op, axis, indices = node.op, node.attribute("axis"), node.input(1)
-    updates = node.input(2)
-    if node.attribute("reduction") in ("none", "add"):
-        dy = node.grad(0)
-        rest = dy
-        if node.attribute("reduction") == "none":
-            rest = op.ScatterElements(dy, indices, op.full_like(updates, 0.0), axis=axis)
+    op, dy, indices, updates, axis = (
+        node.op,
+        node.grad(0),
+        node.input(1),
+        node.input(2),
+        node.attribute("axis"),
+    )
+    if node.attribute("reduction") == "add":
+        return dy, None, op.GatherElements(dy, indices, axis=axis)
+    if node.attribute("reduction") == "none":
+        rest = op.ScatterElements(dy, indices, op.full_like(updates, 0.0), axis=axis)
         return rest, None, op.GatherElements(dy, indices, axis=axis)
-    dx, du = _scatter_reduced(node, node.grad(0), node.input(0), node.output(0), indices, updates, axis)
+    dx, du = _scatter_reduced(node, dy, node.input(0), node.output(0), indices, updates, axis)
     return dx, None, du
 
 
 @gradient("ScatterND")
 def scatter_nd_gradient(node: ForwardNode) -> Gradients:
-    op, dy, x, indices = node.op, node.grad(0), node.input(0), node.input(1)
-    updates = node.input(2)
-    if node.attribute("reduction") in ("none", "add"):
-        rest = dy
-        if node.attribute("reduction") == "none":
-            rest = op.ScatterND(dy, indices, op.full_like(updates, 0.0))
-        return rest, None, op.GatherND(dy, indices)
-    # As ScatterElements on the flattened tensors.
+    op, dy, x, indices, updates = node.op, node.grad(0), node.input(0), node.input(1), node.input(2)
+    if node.attribute("reduction") == "add":
+        return dy, None, op.GatherND(dy, indices)
+    if node.attribute("reduction") == "none":
+        return op.ScatterND(dy, indices, op.full_like(updates, 0.0)), None, op.GatherND(dy, indices)
+    # Equivalent to ScatterElements on the flattened tensors.
     positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x), allowzero=1), indices)
     flat = [op.Reshape(v, [-1]) for v in (dy, x, node.output(0), positions, updates)]
     dx, du = _scatter_reduced(node, *flat)
-    shapes = op.shape_of(x), op.shape_of(updates)
-    return op.Reshape(dx, shapes[0], allowzero=1), None, op.Reshape(du, shapes[1], allowzero=1)
+    dx, du = (op.Reshape(v, op.shape_of(like), allowzero=1) for v, like in ((dx, x), (du, updates)))
+    return dx, None, du
 
 
 def _scatter_reduced(
@@ -393,32 +393,27 @@ def _scatter_reduced(
             lambda factors: gather(scatter(ones, factors, "mul")),
             lambda terms: gather(scatter(zeros, terms, "add")),
         )
-        return op.Mul(dy, scatter(ones, updates, "mul")), op.Mul(gather(op.Mul(dy, x)), others)
-    # Equal shares for all that reach the extreme, as in PyTorch's scatter_reduce.
+        return dy * scatter(ones, updates, "mul"), gather(dy * x) * others
+    # Elements that equal the extreme share the gradient equally, as in PyTorch's scatter_reduce.
     stays, arrives = op.Equal(x, y), op.Equal(updates, gather(y))
-    count = scatter(op.Cast(stays, to=INT64), op.Cast(arrives, to=INT64), "add")
-    share = op.Div(dy, number_like(op, count, x))
+    count = scatter(op.Cast(stays, to=TensorProto.INT64), op.Cast(arrives, to=TensorProto.INT64), "add")
+    share = dy / op.CastLike(count, x)
     return op.Where(stays, share, 0.0), op.Where(arrives, gather(share), 0.0)
-
-
-def number_like(op: Recorder, value: ir.Value, like: ir.Value) -> ir.Value:
-    """Booleans or whole numbers in the element type of another value."""
-    return op.CastLike(value, like) if like.dtype is None else op.Cast(value, to=int(like.dtype))
 
 
 def product_of_others(
     op: Recorder, x: ir.Value, product: Callable[..., Any], total: Callable[..., Any]
 ) -> ir.Value:
-    """For each element the product of the others in its group, zeros or not.
+    """For each element the product of the others in its group, also where the group holds zeros.
 
-    `product` and `total` reduce over the groups. It can be differentiated once more: with one zero
+    `product` and `total` reduce over the groups. The result can be differentiated once more: with one zero
     among the others, their product is that zero times the rest.
     """
     zero = op.Equal(x, 0.0)
-    factors, zeros, is_zero = op.Where(zero, 1.0, x), op.Where(zero, x, 0.0), number_like(op, zero, x)
-    other_zeros, count = op.Sub(total(zeros), zeros), op.Sub(total(is_zero), is_zero)
+    factors, zeros, is_zero = op.Where(zero, 1.0, x), op.Where(zero, x, 0.0), op.CastLike(zero, x)
+    other_zeros, count = total(zeros) - zeros, total(is_zero) - is_zero
     of_zeros = op.Where(op.Equal(count, 0.0), 1.0, op.Where(op.Equal(count, 1.0), other_zeros, 0.0))
-    return op.Mul(op.Div(product(factors), factors), of_zeros)
+    return product(factors) / factors * of_zeros
 
 
 @gradient("TensorScatter")
@@ -426,12 +421,11 @@ def tensor_scatter_gradient(node: ForwardNode) -> Gradients:
     op, dy, update, first = node.op, node.grad(0), node.input(1), node.optional(2)
     rank = node.rank()
     axis, circular = node.attribute("axis") % rank, node.attribute("mode") == "circular"
-    attributes = {"axis": axis, "mode": node.attribute("mode")}
-    rest = op.TensorScatter(dy, op.full_like(update, 0.0), first, **attributes)
+    rest = op.TensorScatter(dy, op.full_like(update, 0.0), first, **node.attributes)
     length = op.Gather(op.shape_of(update), [axis])
     if first is None:
         return rest, op.Slice(dy, [0], length, [axis])
-    positions = op.Add(op.Unsqueeze(first, [1]), op.Range(0, op.Squeeze(length, [0]), 1))
+    positions = op.Unsqueeze(first, [1]) + op.Range(0, op.Squeeze(length, [0]), 1)
     if circular:
         positions = op.Mod(positions, op.Gather(op.shape_of(node.input(0)), [axis]))
     positions = op.Unsqueeze(positions, [i for i in range(1, rank) if i != axis])

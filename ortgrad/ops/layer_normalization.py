@@ -1,4 +1,4 @@
-"""Normalizations of each sample by itself: layer and RMS normalization, with what goes before, and Lp."""
+"""Normalizations of single samples: layer and RMS normalization, also fused with additions, and Lp."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
-from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.operators.declaration import DOMAIN, FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import blockwise
-from ortgrad.ops._normalization import cast_like, count_along, statistics, sum_of, widened
+from ortgrad.ops._normalization import count_along, inverse_root, statistics, sum_of
+from ortgrad.ops._types import cast_like, is_double, widened
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -92,8 +93,8 @@ def layer_normalization_grad_body(
     axis: int,
     wanted: tuple[bool, ...],
 ) -> list[ir.Value | None]:
-    centred = op.Sub(_flat(op, x, axis, inv), _flat(op, mean, axis, inv))
-    normalized = op.Mul(centred, op.Flatten(inv, axis=axis))
+    centred = _flat(op, x, axis, inv) - _flat(op, mean, axis, inv)
+    normalized = centred * op.Flatten(inv, axis=axis)
     return _layer_body(op, dy, x, scale, normalized, inv, axis, centre=True)
 
 
@@ -140,7 +141,7 @@ def simplified_layer_normalization_grad_body(
     axis: int,
     wanted: tuple[bool, ...],
 ) -> list[ir.Value | None]:
-    normalized = op.Mul(_flat(op, x, axis, inv), op.Flatten(inv, axis=axis))
+    normalized = _flat(op, x, axis, inv) * op.Flatten(inv, axis=axis)
     return _layer_body(op, dy, x, scale, normalized, inv, axis, centre=False)[:2]
 
 
@@ -191,13 +192,13 @@ def invertible_layer_normalization_grad_body(
 ) -> list[ir.Value | None]:
     if op.checked:
         dy = op.require(dy, [op.Equal(scale, 0.0)], "a scale without 0, or else Y does not tell what X was")
-    scaled = op.Sub(_flat(op, y, axis, inv), _flat(op, bias, 0, inv))
-    normalized = op.Div(scaled, _flat(op, scale, 0, inv))
+    scaled = _flat(op, y, axis, inv) - _flat(op, bias, 0, inv)
+    normalized = scaled / _flat(op, scale, 0, inv)
     return _layer_body(op, dy, y, scale, normalized, inv, axis, centre=True)
 
 
 def _rows(array: np.ndarray, axis: int) -> np.ndarray:
-    """As a matrix: what is normalized together is a row."""
+    """As a matrix whose rows are normalized."""
     shape = array.shape
     axis %= array.ndim
     return array.reshape(math.prod(shape[:axis]), math.prod(shape[axis:]))
@@ -219,7 +220,7 @@ def _layer_grad(
     empty: Empty,
     centre: bool = True,
 ) -> _Arrays:
-    """The gradients; normalize(n, x, inv, *per_row) puts some rows of X normalized into n."""
+    """The gradients; normalize(n, x, inv, *per_row) writes some rows of X, normalized, to n."""
     want_x, want_scale, want_bias = (*wanted, False)[:3]
     weights = scale.astype(x.dtype, copy=False).reshape(-1)
     share = weights / max(1, weights.size)
@@ -227,7 +228,7 @@ def _layer_grad(
 
     def grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray, inv: np.ndarray, *per_row: np.ndarray) -> None:
         normalize(dx, x, inv, *per_row)
-        # Sums over rows and columns as products, which go through BLAS.
+        # Sums over rows and columns are written as products, which BLAS computes.
         ones = np.ones(len(dy), dy.dtype)
         if want_bias:
             sums[1] += ones @ dy
@@ -267,12 +268,12 @@ def _layer_body(
 ) -> list[ir.Value | None]:
     """The gradients, from X normalized as a matrix; all in the element type of inv_std_dev."""
     rows, weights = _flat(op, dy, axis, inv), _flat(op, scale, 0, inv)
-    product = op.Mul(rows, normalized)
-    g = op.Mul(rows, weights)
-    pull = op.Mul(normalized, op.ReduceMean(op.Mul(product, weights), [1]))
+    product = rows * normalized
+    g = rows * weights
+    pull = normalized * op.ReduceMean(product * weights, [1])
     if centre:
-        pull = op.Add(pull, op.ReduceMean(g, [1]))
-    dx = op.Mul(op.Sub(g, pull), op.Flatten(inv, axis=axis))
+        pull = pull + op.ReduceMean(g, [1])
+    dx = (g - pull) * op.Flatten(inv, axis=axis)
     shape = op.shape_of(scale)
     return [
         cast_like(op, op.Reshape(dx, op.shape_of(x), allowzero=1), x),
@@ -286,8 +287,8 @@ def layer_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     axis = node.attribute("axis") % node.rank()
     axes = list(range(axis, node.rank()))
-    if x.dtype is not None and x.dtype.itemsize == 8:
-        # onnxruntime's Mean and InvStdDev are float even then.
+    if is_double(x):
+        # onnxruntime's Mean and InvStdDev are float32 for a float64 X too.
         mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
     else:
         mean, inv = node.add_output(1), node.add_output(2)
@@ -295,13 +296,13 @@ def layer_normalization_gradient(node: ForwardNode) -> Gradients:
     parts: list[ir.Value] = []
     d_scale = d_bias = None
     if node.optional_grad(0) is not None:
-        dx, d_scale, d_bias = _layer_slots(node, node.grad(0), x, mean, inv, axis, bias=2)
+        dx, d_scale, d_bias = _layer_gradients(node, node.grad(0), x, mean, inv, axis, bias=2)
         parts.append(dx)
     if d_inv is not None:
-        parts.append(_inverse_grad(op, d_inv, op.Sub(cast_like(op, x, inv), mean), inv, axes))
+        parts.append(_inverse_grad(op, d_inv, cast_like(op, x, inv) - mean, inv, axes))
     if d_mean is not None:
         count = count_along(op, x, axes)
-        share = op.Div(cast_like(op, d_mean, count), count)
+        share = cast_like(op, d_mean, count) / count
         parts.append(share if parts else op.Expand(share, op.shape_of(x)))
     return sum_of(op, [cast_like(op, part, x) for part in parts]), d_scale, d_bias
 
@@ -309,13 +310,13 @@ def layer_normalization_gradient(node: ForwardNode) -> Gradients:
 def _inverse_grad(
     op: Recorder, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: list[int]
 ) -> ir.Value:
-    """What flows back through inv = 1 / sqrt(mean(centred^2) + epsilon)"""
-    cube = op.Mul(op.Mul(inv, inv), inv)
-    slope = op.Div(op.Mul(cast_like(op, d_inv, inv), cube), count_along(op, centred, axes))
-    return op.Neg(op.Mul(centred, slope))
+    """The gradient of `centred` through inv = 1 / sqrt(mean(centred^2) + epsilon)"""
+    cube = inv * inv * inv
+    slope = cast_like(op, d_inv, inv) * cube / count_along(op, centred, axes)
+    return -(centred * slope)
 
 
-def _layer_slots(
+def _layer_gradients(
     node: ForwardNode,
     dy: ir.Value,
     x: ir.Value,
@@ -326,7 +327,7 @@ def _layer_slots(
     scale: int = 1,
     bias: int | None = None,
 ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """The gradients towards X, scale and bias; these are the numbers of the inputs."""
+    """The gradients of X, scale and bias; `scale` and `bias` are the positions of these inputs."""
     op, weights = node.op, node.input(scale)
     shift = None if bias is None else node.optional(bias)
 
@@ -339,12 +340,12 @@ def _layer_slots(
     if all(_spans(value, x, axis) for value in (weights, shift) if value is not None):
         return layer_grad(dy, weights)
 
-    # scale or bias are stretched to the shape of X.
+    # scale or bias is broadcast to the shape of X.
     ones = op.Expand(op.number(1.0, x), op.Shape(x, start=axis))
-    dx = layer_grad(op.Mul(dy, weights), ones)[0]
+    dx = layer_grad(dy * weights, ones)[0]
     values = cast_like(op, x, inv)
-    normalized = op.Mul(values if mean is None else op.Sub(values, mean), inv)
-    d_scale = unbroadcast(op, op.Mul(dy, cast_like(op, normalized, dy)), weights, x)
+    normalized = (values if mean is None else values - mean) * inv
+    d_scale = unbroadcast(op, dy * cast_like(op, normalized, dy), weights, x)
     return dx, d_scale, None if shift is None else unbroadcast(op, dy, shift, x)
 
 
@@ -363,24 +364,24 @@ def rms_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
     axis = node.attribute("axis") % node.rank()
     inv = _inverse_rms(op, x, axis, node.rank(), node.attribute("epsilon"))
-    return _layer_slots(node, node.grad(0), x, None, inv, axis)[:2]
+    return _layer_gradients(node, node.grad(0), x, None, inv, axis)[:2]
 
 
 def _inverse_rms(op: Recorder, x: ir.Value, axis: int, rank: int, epsilon: float) -> ir.Value:
     x = widened(op, x)
-    return op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), list(range(axis, rank))), epsilon)))
+    return inverse_root(op, op.ReduceMean(x * x, list(range(axis, rank))) + epsilon)
 
 
 @gradient("SimplifiedLayerNormalization")
 def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
-    # onnx has no schema for it, so there are no defaults to fill in.
+    # onnx has no schema for it, so no defaults are known.
     axis, epsilon = node.attributes.get("axis", -1) % node.rank(), node.attributes.get("epsilon", 1e-5)
     inv = _inverse_rms(op, x, axis, node.rank(), epsilon)
     parts: list[ir.Value] = []
     d_scale = None
     if node.optional_grad(0) is not None:
-        dx, d_scale, _ = _layer_slots(node, node.grad(0), x, None, inv, axis)
+        dx, d_scale, _ = _layer_gradients(node, node.grad(0), x, None, inv, axis)
         parts.append(dx)
     d_inv = node.optional_grad(1)
     if d_inv is not None:
@@ -389,24 +390,24 @@ def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     return sum_of(op, parts), d_scale
 
 
-@gradient("SkipLayerNormalization", domain="com.microsoft")
+@gradient("SkipLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), node.rank(), output=3, scale=2, bias=3)
     return d_sum, _stretched(node, d_sum, 1), d_gamma, d_beta, _stretched(node, d_sum, 4)
 
 
-@gradient("SkipSimplifiedLayerNormalization", domain="com.microsoft")
+@gradient("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     d_sum, d_gamma, _ = _sum_grad(node, node.input(0), node.rank(), output=3, scale=2, bias=None)
     return d_sum, _stretched(node, d_sum, 1), d_gamma, _stretched(node, d_sum, 3)
 
 
-@gradient("EmbedLayerNormalization", domain="com.microsoft")
+@gradient("EmbedLayerNormalization", domain=DOMAIN)
 def embed_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     import onnx_ir as ir  # takes a while
 
     op, ids, positions = node.op, node.input(0), node.optional(8)
-    # Only its type and shape are of interest.
+    # Only the type and the shape of this value are used.
     like = op.Gather(node.input(2), ids)
     table = node.input(2).shape
     if ids.shape is not None and table is not None:
@@ -428,10 +429,10 @@ def embed_layer_normalization_gradient(node: ForwardNode) -> Gradients:
 def _sum_grad(
     node: ForwardNode, like: ir.Value, rank: int, *, output: int, scale: int, bias: int | None
 ) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """The gradients towards a sum that is normalized along its last axis, towards scale and bias.
+    """The gradients of a sum that is normalized along its last axis, of scale and of bias.
 
-    The forward node returns the sum as that output; onnx has no schema for it, so its type and shape are
-    those of `like`, of so many dimensions, and there are no defaults of attributes to fill in.
+    The forward node returns the sum as the given output. onnx has no schema for the node, so the type, shape
+    and rank of the sum are those of `like`, and no defaults of attributes are known.
     """
     op, total = node.op, node.add_output(output)
     if any(node.optional_grad(i) is not None for i in (1, 2) if i != output):
@@ -446,25 +447,26 @@ def _sum_grad(
             inv = _inverse_rms(op, total, axis, axis + 1, epsilon)
         else:
             mean, inv = statistics(op, widened(op, total), [axis], epsilon)
-        dx, d_scale, d_bias = _layer_slots(node, node.grad(0), total, mean, inv, axis, scale=scale, bias=bias)
+        dx, d_scale, d_bias = _layer_gradients(
+            node, node.grad(0), total, mean, inv, axis, scale=scale, bias=bias
+        )
         parts.append(dx)
     return sum_of(op, parts), d_scale, d_bias
 
 
 def _stretched(node: ForwardNode, grad: ir.Value, i: int) -> ir.Value | None:
-    """The gradient towards an optional input that was stretched to the shape of the first."""
-
+    """The gradient of an optional input that was broadcast to the shape of the first."""
     value = node.optional(i)
     return None if value is None else unbroadcast(node.op, grad, value, node.input(0))
 
 
 @gradient("LpNormalization")
-def lp_normalization_gradient(node: ForwardNode) -> Gradients:
+def lp_normalization_gradient(node: ForwardNode) -> ir.Value:
     op, axis, p = node.op, [node.attribute("axis")], node.attribute("p")
     dy, x, y = node.grad(0), node.input(0), node.output(0)
     norm = op.ReduceL2(x, axis) if p == 2 else op.ReduceL1(x, axis)
-    # Where all is 0, so is Y by definition, and nothing flows back.
+    # Where the norm is 0, Y is 0 by definition, and so is the gradient.
     zero = op.Equal(norm, 0.0)
     slope = y if p == 2 else op.Sign(x)
-    tangent = op.Sub(dy, op.Mul(slope, op.ReduceSum(op.Mul(dy, y), axis)))
-    return (op.Where(zero, 0.0, op.Div(tangent, op.Where(zero, 1.0, norm))),)
+    tangent = dy - slope * op.ReduceSum(dy * y, axis)
+    return op.Where(zero, 0.0, tangent / op.Where(zero, 1.0, norm))

@@ -8,11 +8,11 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
-from ortgrad.graph.protos import INT64
-from ortgrad.ops.index import number_like
+from ortgrad.operators.declaration import DOMAIN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -33,7 +33,6 @@ def mat_mul_gradient(node: ForwardNode) -> Gradients:
 
 @gradient("Gemm")
 def gemm_gradient(node: ForwardNode) -> Gradients:
-
     op, dy, beta = node.op, node.grad(0), node.attribute("beta")
     product = _Product(
         node, bool(node.attribute("transA")), bool(node.attribute("transB")), node.attribute("alpha")
@@ -42,10 +41,10 @@ def gemm_gradient(node: ForwardNode) -> Gradients:
     if not node.wants(2):
         return da, db
     dc = unbroadcast(op, dy, node.input(2), node.output(0))
-    return da, db, dc if beta == 1 else op.Mul(dc, beta)
+    return da, db, dc if beta == 1 else dc * beta
 
 
-@gradient("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
+@gradient("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
 def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     alpha = node.attribute("alpha")
@@ -57,7 +56,7 @@ def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
     product = _Product(node, turned_a, turned_b, 1.0 if alpha is None else alpha)
     for i in range(2):
         if batch[i]:
-            # The first axis is the rows (or columns), the batch lies between it and the last.
+            # The first axis is that of the rows (or columns); the batch axes are between it and the last.
             rank = node.rank(i)
             product.operands[i] = op.Transpose(node.input(i), perm=[*range(1, rank - 1), 0, rank - 1])
     grads = list(product.grads(dy))
@@ -69,7 +68,7 @@ def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
 
 
 class _Product:
-    """alpha op(A) op(B) with op the transpose or nothing; A and B vectors, matrices or stacks of them."""
+    """alpha op(A) op(B), op the transpose or the identity; A and B are vectors or stacks of matrices."""
 
     def __init__(
         self, node: ForwardNode, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
@@ -85,10 +84,10 @@ class _Product:
     def grads(self, dy: ir.Value) -> tuple[ir.Value | None, ir.Value | None]:
         op, (a, b), ranks = self.op, self.operands, self.ranks
         if max(ranks) > 2 or ranks == [1, 1]:
-            # The products of matrices scale their result themselves.
-            dy = dy if self.alpha == 1 else op.Mul(dy, self.alpha)
+            # Other products are Gemm nodes, which scale the result themselves.
+            dy = dy if self.alpha == 1 else dy * self.alpha
         if ranks == [1, 1]:
-            return op.Mul(dy, b), op.Mul(dy, a)
+            return dy * b, dy * a
         # A vector is a row on the left, a column on the right.
         if ranks[1] == 1:
             dy = op.Unsqueeze(dy, [-1])
@@ -120,7 +119,7 @@ class _Product:
         rank = max(*self.ranks, 2)
         a_rank = max(self.ranks[0], 2)
         if a_rank > 2 and self.ranks[1] <= 2 and not turned_a:
-            # One product of all rows rather than a sum over a stack of products.
+            # One product of all rows instead of a sum over a stack of products.
             a, dy = self._as_matrix(a), self._as_matrix(dy, self.operands[1])
             db = op.Gemm(dy, a, transA=1) if turned_b else op.Gemm(a, dy, transA=1)
             return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
@@ -133,7 +132,7 @@ class _Product:
         return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
 
     def _as_matrix(self, value: ir.Value, weights: ir.Value | None = None) -> ir.Value:
-        """All rows of a value below each other, as many columns as the weights have (or it has)."""
+        """A value as a matrix with all of its rows, and as many columns as the weights have (or itself)."""
         op = self.op
         if weights is None:
             width = value.shape[-1] if value.shape is not None else None
@@ -143,7 +142,7 @@ class _Product:
             width = weights.shape[-2 if self.turned[1] else -1] if weights.shape is not None else None
         if isinstance(width, int) and width:
             return op.Reshape(value, [-1, width])
-        # Of no elements, -1 can be any number.
+        # Without elements, -1 would be ambiguous.
         rows = op.ReduceProd(op.Shape(value, end=-1), keepdims=1)
         return op.Reshape(value, op.Concat(rows, op.Shape(value, start=-1), axis=0), allowzero=1)
 
@@ -157,12 +156,12 @@ class _Product:
         product = op.MatMul(
             transposed(op, x, x_rank) if turn_x else x, transposed(op, y, y_rank) if turn_y else y
         )
-        # The operand that is not dY, which has a known shape if any has.
+        # The operand that is not dY is more likely to have a known shape.
         operand, axis = (x, -2 if turn_x else -1) if y is self.dy else (y, -1 if turn_y else -2)
         return zero_if_empty(op, product, operand, axis)
 
     def _unstacked(self, grad: ir.Value, i: int) -> ir.Value:
-        """Sum over the axes of the stack along which operand i was stretched."""
+        """Sum over the axes of the stack along which operand i was broadcast."""
         import onnx_ir as ir
 
         operand = self.operands[i]
@@ -188,9 +187,9 @@ def transposed(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
 
 
 def zero_if_empty(op: Recorder, product: ir.Value, operand: ir.Value, axis: int) -> ir.Value:
-    """The product of stacks of matrices, 0 where it sums over nothing: along this axis of an operand.
+    """The product of stacks of matrices, 0 if the axis of the operand that it sums over is empty.
 
-    There onnxruntime sets the first matrix of the stack and leaves the others as they were in memory.
+    For an empty axis, onnxruntime sets the first matrix of the stack and leaves the others uninitialized.
     """
     length = operand.shape[axis] if operand.shape is not None else None
     if isinstance(length, int) and length:
@@ -207,17 +206,15 @@ def einsum_gradient(node: ForwardNode) -> Gradients:
     for term, shape in zip(terms, shapes, strict=True):
         for label, length in zip(term, shape or (), strict=True):
             occurrences.setdefault(label, []).append(length)
-    # Labels of an operand that has length 1 there and is stretched: it does without them.
+    # By operand, the labels along which it has length 1 and is broadcast.
     stretched = [
         {k for k, n in zip(term, shape or (), strict=True) if n == 1 and any(m != 1 for m in occurrences[k])}
         for term, shape in zip(terms, shapes, strict=True)
     ]
-    gradients: list[ir.Value | None] = []
-    for i in range(len(terms)):
-        gradients.append(
-            _einsum_grad(node, i, terms, result, stretched, occurrences) if node.wants(i) else None
-        )
-    return gradients
+    return [
+        _einsum_grad(node, i, terms, result, stretched, occurrences) if node.wants(i) else None
+        for i in range(len(terms))
+    ]
 
 
 def _einsum_grad(
@@ -228,7 +225,7 @@ def _einsum_grad(
     stretched: Sequence[set[str]],
     occurrences: dict[str, list[int | ir.SymbolicDim]],
 ) -> ir.Value:
-
+    """dX as an Einsum of dY and the other operands"""
     op, x, term = node.op, node.input(i), terms[i]
     others, factors = [], []
     for j, other in enumerate(terms):
@@ -247,7 +244,7 @@ def _einsum_grad(
             dx = _einsum_or_zeros(op, [dx, *factors], equation, x, [term.index(k) for k in target])
     elif target != result:
         dx = op.Transpose(dx, perm=[result.index(k) for k in target])
-    # Axes of length 1 for what is stretched, repeated, or in no other term.
+    # Axes of length 1 for labels that are broadcast, repeated, or in no other term.
     present = {term.index(k) for k in target}
     missing = [p for p in range(len(term)) if p not in present]
     if missing:
@@ -262,7 +259,7 @@ def _einsum_grad(
         return dx
     import onnx_ir as ir
 
-    # Some length may turn out to be 1, and the operand stretched, at run time.
+    # At run time, some length may turn out to be 1 and the operand to be broadcast.
     return unbroadcast(op, dx, x, ir.Value(name="unknown"))
 
 
@@ -271,11 +268,11 @@ def _einsum_or_zeros(
 ) -> ir.Value:
     """The Einsum, or zeros with the lengths of some axes of x if an operand is empty.
 
-    For some of those onnxruntime's Einsum ends the process with a division by 0.
+    For some of these, onnxruntime's Einsum terminates the process with a division by 0.
     """
     count = op.Size(operands[0])
     for operand in operands[1:]:
-        count = op.Mul(count, op.Size(operand))
+        count = count * op.Size(operand)
     total: ir.Value = op.If(
         op.Equal(count, 0),
         then_branch=op.subgraph(
@@ -290,12 +287,12 @@ def _einsum_or_zeros(
 
 
 def _is_positive(lengths: Sequence[int | ir.SymbolicDim]) -> bool:
-    """Whether an axis with these lengths in the operands, where 1 is stretched, has elements for sure."""
+    """Whether an axis with these lengths in the operands, of which 1 is broadcast, is certainly not empty."""
     return any(isinstance(n, int) and n > 1 for n in lengths) or all(n == 1 for n in lengths)
 
 
 def _same(lengths: Sequence[int | ir.SymbolicDim]) -> bool:
-    """Whether the lengths, those of stretched operands left out, are equal for sure."""
+    """Whether the lengths other than 1 are certainly equal."""
     first, *rest = [n for n in lengths if n != 1] or [1]
     known = isinstance(first, int) or first.value is not None or not rest
     return known and all(n == first for n in rest)
@@ -327,21 +324,21 @@ def _parse(node: ForwardNode) -> tuple[list[str], str]:
 
 
 @gradient("Det")
-def det_gradient(node: ForwardNode) -> Gradients:
+def det_gradient(node: ForwardNode) -> ir.Value:
     op, x, rank = node.op, node.input(0), node.rank()
     size = x.shape[-1] if x.shape is not None else None
     dy = op.Unsqueeze(node.grad(0), [-2, -1])
     if size == 0:
-        return (op.full_like(x, 0.0),)
+        return op.full_like(x, 0.0)
     if size == 1:
-        return (dy,)
+        return dy
     if isinstance(size, int) and size <= _LARGEST_COFACTORS:
-        return (op.Mul(dy, _cofactors(op, x, size, rank)),)
-    scale = op.Mul(dy, op.Unsqueeze(node.output(0), [-2, -1]))
-    return (op.Mul(scale, transposed(op, op.Inverse(x, _domain="com.microsoft"), rank)),)
+        return dy * _cofactors(op, x, size, rank)
+    scale = dy * op.Unsqueeze(node.output(0), [-2, -1])
+    return scale * transposed(op, op.Inverse(x, _domain=DOMAIN), rank)
 
 
-# Up to this size, the gradient of a determinant is made of cofactors: right for singular matrices too.
+# Up to this size, the gradient of a determinant consists of cofactors, which singular matrices have too.
 _LARGEST_COFACTORS = 6
 
 
@@ -351,58 +348,58 @@ def _cofactors(op: Recorder, x: ir.Value, size: int, rank: int) -> ir.Value:
     # row, rows of the minor, column, columns of the minor
     minors = op.Transpose(minors, perm=[*range(rank - 2), rank - 2, rank, rank - 1, rank + 1])
     signs = (-1.0) ** np.add.outer(np.arange(size), np.arange(size))
-    return op.Mul(op.Det(minors), number_like(op, op.constant(signs), x))
+    return op.Det(minors) * op.CastLike(op.constant(signs), x)
 
 
-@gradient("Inverse", domain="com.microsoft")
-def inverse_gradient(node: ForwardNode) -> Gradients:
+@gradient("Inverse", domain=DOMAIN)
+def inverse_gradient(node: ForwardNode) -> ir.Value:
     op = node.op
     y = transposed(op, node.output(0), node.rank())
-    return (op.Neg(op.MatMul(op.MatMul(y, node.grad(0)), y)),)
+    return -op.MatMul(op.MatMul(y, node.grad(0)), y)
 
 
 @gradient("DFT")
-def dft_gradient(node: ForwardNode) -> Gradients:
+def dft_gradient(node: ForwardNode) -> ir.Value:
     op, x, dy = node.op, node.input(0), node.grad(0)
     inverse, onesided = bool(node.attribute("inverse")), bool(node.attribute("onesided"))
     axis = _dft_axis(node)
     given = node.optional(1)
     own = _dft_length(op, x, axis)
     if given is not None:
-        length = op.Cast(op.Reshape(given, [1]), to=INT64)
+        length = op.Cast(op.Reshape(given, [1]), to=TensorProto.INT64)
     else:
         length = _dft_length(op, node.output(0), axis) if inverse else own
-    scale = number_like(op, length, x)
+    scale = op.CastLike(length, x)
     if inverse and onesided:
         _require_half(node)
-        # Each frequency stands for its conjugate as well, but for the first and, in an even length, the last.
+        # Each frequency also stands for its conjugate, except the first and, for even lengths, the last.
         dx = _dft(node, dy, length, axis, onesided=1)
-        steps = op.Range(0, op.Add(op.Div(op.Squeeze(length, [0]), 2), 1), 1)
-        single = op.Equal(op.Mod(op.Mul(steps, 2), length), 0)
+        steps = op.Range(0, op.Squeeze(length, [0]) / 2 + 1, 1)
+        single = op.Equal(op.Mod(steps * 2, length), 0)
         weights = op.Where(single, op.number(1.0, x), op.number(2.0, x))
         rank = node.rank()
-        behind = op.Sub(op.constant(np.array([rank], np.int64)), axis)
+        behind = op.constant(np.array([rank], np.int64)) - axis
         shape = op.Concat([-1], op.Expand(op.constant(np.array([1], np.int64)), op.Sub(behind, [1])), axis=0)
-        dx = op.Mul(dx, op.Reshape(op.Div(weights, scale), shape))
+        dx = dx * op.Reshape(weights / scale, shape)
     elif inverse:
-        dx = op.Div(_dft(node, dy, length, axis), scale)
+        dx = _dft(node, dy, length, axis) / scale
     else:
-        # A one-sided spectrum is filled up with zeros.
-        dx = op.Mul(_dft(node, dy, length, axis, inverse=1), scale)
+        # A one-sided spectrum is padded with zeros.
+        dx = _dft(node, dy, length, axis, inverse=1) * scale
     parts = x.shape[-1] if x.shape is not None else None
     if parts != 2:
         # A real signal has no imaginary part.
         dx = op.Slice(dx, [0], op.Shape(x, start=-1) if parts != 1 else [1], [-1])
     if given is None:
-        return (dx,)
-    # What was cut off has no gradient, what was filled up had no element.
+        return dx
+    # Elements that were cut off get a gradient of 0; padding has none.
     there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
-    pads = op.Concat([0], op.Sub(own, there), axis=0)
-    return (op.Pad(dx, pads, None, axis, rank=node.rank()),)
+    pads = op.Concat([0], own - there, axis=0)
+    return op.Pad(dx, pads, None, axis, rank=node.rank())
 
 
 def _require_half(node: ForwardNode) -> None:
-    """Refuse what onnxruntime computes otherwise than ONNX says."""
+    """Refuse a number of frequencies for which onnxruntime's result is not ONNX's."""
     length, axis, shape = node.constant(1), node.constant(2), node.input(0).shape
     place = node.attribute("axis") if node.op.opset < 20 else -2 if axis is None else int(axis.item())
     count = None if shape is None or (axis is None and node.optional(2) is not None) else shape[place]

@@ -6,11 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
 from ortgrad.ops._kernels import blockwise
+from ortgrad.ops._types import is_double, is_half
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -99,23 +100,22 @@ def softmax_cross_entropy_loss_grad_body(
 
     factor = op.Unsqueeze(dy, [1]) if reduction == "none" else op.Reshape(dy, np.zeros(0, np.int64))
     if reduction == "mean":
-        # float16 cannot count to 100,000.
-        double = log_prob.dtype is not None and log_prob.dtype.itemsize == 8
-        wide = np.zeros(0, np.float64 if double else np.float32)
+        # float16 ends at 65504.
+        wide = np.zeros(0, np.float64 if is_double(log_prob) else np.float32)
         total = op.Size(label) if samples is None else op.ReduceSum(op.CastLike(samples, wide), keepdims=0)
         if samples is not None:
-            # If all samples weigh 0 there is no gradient; a division would make NaN of the second one.
+            # If all samples weigh 0, there is no gradient; dividing by 0 would make its gradient NaN.
             total = op.Where(op.Equal(total, 0.0), 1.0, total)
-        factor = op.CastLike(op.Div(op.CastLike(factor, wide), op.CastLike(total, wide)), log_prob)
+        factor = op.CastLike(op.CastLike(factor, wide) / op.CastLike(total, wide), log_prob)
     if samples is not None:
-        factor = op.Mul(factor, op.Unsqueeze(samples, [1]))
+        factor = factor * op.Unsqueeze(samples, [1])
 
-    # A negative index would count from the end; as C it is refused like all that are out of range.
+    # A negative index would count from the end; it is replaced by C, which onnxruntime refuses.
     classes = op.CastLike(op.Shape(log_prob, start=1, end=2), label)
     index = op.Unsqueeze(op.Where(op.Less(label, op.number(0, label)), classes, label), [1])
     p = op.Exp(log_prob)
-    p = op.ScatterElements(p, index, op.Sub(op.GatherElements(p, index, axis=1), 1.0), axis=1)
-    result = op.Mul(p, factor)
+    p = op.ScatterElements(p, index, op.GatherElements(p, index, axis=1) - 1.0, axis=1)
+    result = p * factor
     if samples is None:
         return result
     return op.Where(op.Unsqueeze(op.Equal(samples, 0.0), [1]), 0.0, result)
@@ -125,22 +125,14 @@ def softmax_cross_entropy_loss_grad_body(
 def softmax_cross_entropy_loss_gradient(node: ForwardNode) -> Gradients:
     op, log_prob = node.op, node.add_output(1)
     d_loss, d_log_prob = node.optional_grad(0), node.optional_grad(1)
-    parts = []
+    parts, d_weight = [], None
     if d_loss is not None:
-        parts.append(
-            op.SoftmaxCrossEntropyLossGrad(
-                d_loss,
-                log_prob,
-                node.input(1),
-                node.optional(2),
-                reduction=node.attribute("reduction"),
-                ignore_index=node.attribute("ignore_index"),
-            )
-        )
+        operands = d_loss, log_prob, node.input(1), node.optional(2)
+        parts.append(op.SoftmaxCrossEntropyLossGrad(*operands, **node.attributes))
+        d_weight = _weight_grad(node, log_prob) if node.wants(2) else None
     if d_log_prob is not None:
         parts.append(op.LogSoftmaxGrad_13(d_log_prob, log_prob, axis=1))
-    weight_grad = _weight_grad(node, log_prob) if d_loss is not None and node.wants(2) else None
-    return op.Add(*parts) if len(parts) == 2 else parts[0], None, weight_grad
+    return op.Add(*parts) if len(parts) == 2 else parts[0], None, d_weight
 
 
 @gradient("NegativeLogLikelihoodLoss")
@@ -151,10 +143,10 @@ def negative_log_likelihood_loss_gradient(node: ForwardNode) -> Gradients:
     if weights is None:
         share = op.Expand(share, op.Shape(label))
     else:
-        # A sample of weight 0 has no gradient, even if all of them are such.
-        share = op.Where(op.Equal(weights, 0.0), 0.0, op.Mul(share, weights))
+        # A sample of weight 0 has no gradient, even if all weights are 0.
+        share = op.Where(op.Equal(weights, 0.0), 0.0, share * weights)
     # Every position has one label, so nothing is written twice.
-    at, updates = op.Unsqueeze(label, [1]), op.Unsqueeze(op.Neg(share), [1])
+    at, updates = op.Unsqueeze(label, [1]), op.Unsqueeze(-share, [1])
     dx = op.ScatterElements(op.full_like(log_prob, 0.0), at, updates, axis=1)
     return dx, None, _weight_grad(node, log_prob) if node.wants(2) else None
 
@@ -164,15 +156,14 @@ def _weight_grad(node: ForwardNode, log_prob: ir.Value) -> ir.Value:
     op, vector = node.op, [-1]
     label, weights = _samples(node)
     picked = op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(label, [1]), axis=1), [1])
-    loss = op.Neg(op.Add(picked, node.output(0)) if node.attribute("reduction") == "mean" else picked)
-    updates = op.Mul(loss, _share(node, label, weights))
+    loss = -(picked + node.output(0) if node.attribute("reduction") == "mean" else picked)
+    updates = loss * _share(node, label, weights)
     ignored = node.attribute("ignore_index")
     if ignored is not None:
         updates = op.Where(op.Equal(_int64(node, node.input(1)), ignored), 0.0, updates)
-    dtype = node.input(2).dtype
-    if dtype is not None and dtype.itemsize < 4:
-        # onnxruntime does not add up float16 here.
-        updates = op.Cast(updates, to=onnx.TensorProto.FLOAT)
+    if is_half(node.input(2)):
+        # onnxruntime's ScatterElements does not add half-precision numbers.
+        updates = op.Cast(updates, to=TensorProto.FLOAT)
     zeros = op.Expand(op.number(0.0, updates), op.shape_of(node.input(2)))
     return op.ScatterElements(
         zeros, op.Reshape(label, vector), op.Reshape(updates, vector), axis=0, reduction="add"
@@ -198,12 +189,12 @@ def _share(node: ForwardNode, label: ir.Value, weights: ir.Value | None) -> ir.V
     if node.attribute("reduction") != "mean":
         return dy
     if weights is None:
-        return op.Div(dy, op.CastLike(op.Size(label), dy))
+        return dy / op.CastLike(op.Size(label), dy)
     total = op.ReduceSum(weights, keepdims=0)
-    # If all samples weigh 0 there is no gradient; a division would make NaN of the second one.
-    return op.Div(dy, op.Where(op.Equal(total, 0.0), 1.0, total))
+    # If all samples weigh 0, there is no gradient; dividing by 0 would make its gradient NaN.
+    return dy / op.Where(op.Equal(total, 0.0), 1.0, total)
 
 
 def _int64(node: ForwardNode, label: ir.Value) -> ir.Value:
     known = label.dtype is not None and label.dtype.name == "INT64"
-    return label if known else node.op.Cast(label, to=onnx.TensorProto.INT64)
+    return label if known else node.op.Cast(label, to=TensorProto.INT64)

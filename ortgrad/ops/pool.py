@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from onnx import TensorProto
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.graph.protos import BOOL, FLOAT, INT64
+from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import parallel
 from ortgrad.ops._windows import (
@@ -22,15 +22,16 @@ from ortgrad.ops._windows import (
     spatial,
     windows,
 )
+from ortgrad.ops.index import scatter_flat
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
 
-# As many elements of dX at a time as stay in the cache from one axis to the next.
+# The number of elements of dX at a time that stay in the cache from one axis to the next.
 _PIECE = 1 << 19
-# The end of a Slice that goes on to the end, and ONNX's numbers for element types.
+# The end of a Slice that has no end.
 _END = 2**63 - 1
 _ATTRIBUTES = {
     "auto_pad": Choice(*AUTO_PADS),
@@ -83,11 +84,11 @@ def max_pool_grad(
     """dX[Indices] += dY, the indices counted over the whole of X as MaxPool writes them"""
     shape = tuple(x_shape.tolist())
     _require_order(storage_order)
-    # The indices say it all: without attributes (onnxruntime-training needs none), or where
-    # onnxruntime has windows of its own, there is nothing to check them against.
+    # The indices are sufficient. The attributes, which onnxruntime-training does not need, are only checked,
+    # and that only where ONNX and onnxruntime agree on the windows.
     if kernel_shape and not _unclear(kernel_shape, **attributes):
         _windows(dy, shape, kernel_shape, **attributes)
-    # Column major indices are row major ones over the spatial dimensions turned round.
+    # Column-major indices are row-major ones over the spatial dimensions in reverse order.
     sizes = shape[2:] if storage_order == 0 else shape[:1:-1]
     dx = empty(0, shape) if storage_order == 0 else np.empty(shape[:2] + sizes, dy.dtype)
     dx[...] = 0
@@ -111,7 +112,7 @@ def _by_channel(indices: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _without_blank(dy: np.ndarray, indices: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both, cleared of windows that step over the whole input: there MaxPool's index is -1 everywhere."""
+    """Both, without the windows that skip the whole input: MaxPool's index for those is -1."""
     flat, starts = _by_channel(indices, step)
     blank = flat < starts[:, None]
     kept = np.where(blank, 0, dy.reshape(flat.shape))
@@ -149,28 +150,20 @@ def max_pool_grad_body(
         sizes = op.Slice(x_shape, [2], [_END])
         dy = require_outputs(op, dy, sizes, kernel_shape, dilations=dilations, **attributes)
     if max(dilations or [1]) > 1:
-        # A window can step over the whole input if it is small; its index is that of no element.
-        planes = op.Slice(op.Shape(dy), [0], [2])
+        # A dilated window can skip the whole of a small input; its index is then not that of an element.
+        sizes, planes = op.Slice(x_shape, [2], [_END]), op.Slice(op.Shape(dy), [0], [2])
         numbers = op.Range(0, op.ReduceProd(planes, keepdims=0), 1)
-        starts = op.Mul(numbers, op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0))
+        starts = numbers * op.ReduceProd(sizes, keepdims=0)
         ones = [1] * len(dilations or ())
         starts = op.Reshape(starts, op.Concat(planes, ones, axis=0), allowzero=1)
-        over = op.Cast(op.Greater(dilations, op.Slice(x_shape, [2], [_END])), to=INT64)
-        blank = op.And(op.Less(indices, starts), op.Cast(op.ReduceMax(over, keepdims=0), to=BOOL))
+        over = op.Cast(op.Greater(dilations, sizes), to=TensorProto.INT64)
+        blank = op.And(op.Less(indices, starts), op.Cast(op.ReduceMax(over, keepdims=0), to=TensorProto.BOOL))
         dy, indices = op.Where(blank, 0.0, dy), op.Where(blank, starts, indices)
     dy = _require_indices(op, dy, indices, x_shape)
-    # onnxruntime adds nothing shorter than float32 here.
-    short = dy.dtype is not None and dy.dtype.itemsize < 4
-    values = op.Cast(dy, to=FLOAT) if short else dy
-    zeros = op.Expand(op.number(0.0, values), op.ReduceProd(x_shape, keepdims=1))
-    flat = op.ScatterElements(
-        zeros, op.Reshape(indices, [-1]), op.Reshape(values, [-1]), axis=0, reduction="add"
-    )
-    flat = op.CastLike(flat, dy) if short else flat
     if storage_order == 0:
-        return op.Reshape(flat, x_shape, allowzero=1)
+        return scatter_flat(op, dy, x_shape, indices)
     turned = [0, 1, *range(len(kernel_shape) + 1 if kernel_shape else op.rank(dy) - 1, 1, -1)]
-    return op.Transpose(op.Reshape(flat, op.Gather(x_shape, turned), allowzero=1), perm=turned)
+    return op.Transpose(scatter_flat(op, dy, op.Gather(x_shape, turned), indices), perm=turned)
 
 
 def _require_indices(op: Recorder, dy: ir.Value, indices: ir.Value, x_shape: ir.Value) -> ir.Value:
@@ -179,13 +172,9 @@ def _require_indices(op: Recorder, dy: ir.Value, indices: ir.Value, x_shape: ir.
         return dy
     planes = op.ReduceProd(op.Slice(x_shape, [0], [2]), keepdims=1)
     step = op.ReduceProd(op.Slice(x_shape, [2], [_END]), keepdims=0)
-    starts = op.Unsqueeze(op.Mul(op.Range(0, op.Squeeze(planes), 1), step), [1])
-    offsets = op.Sub(
-        op.Reshape(
-            indices, op.Concat(planes, op.ReduceProd(op.Shape(dy, start=2), keepdims=1), axis=0), allowzero=1
-        ),
-        starts,
-    )
+    starts = op.Unsqueeze(op.Range(0, op.Squeeze(planes), 1) * step, [1])
+    rows = op.Concat(planes, op.ReduceProd(op.Shape(dy, start=2), keepdims=1), axis=0)
+    offsets = op.Reshape(indices, rows, allowzero=1) - starts
     outside = op.Or(op.Less(offsets, 0), op.GreaterOrEqual(offsets, step))
     return op.require(dy, [outside], "Indices that are in the batch and channel of their window")
 
@@ -226,7 +215,7 @@ def average_pool_grad(
     def spread(number: int) -> None:
         chosen = slice(number * piece, (number + 1) * piece)
         source = planes[chosen] / counts
-        # A box is separable, so it takes kernel steps per axis and not kernel ** rank in all.
+        # A box filter is separable: it takes `kernel` steps per axis instead of kernel ** rank in all.
         for axis in range(w.rank, 0, -1):
             target = dx_planes[chosen]
             if axis > 1:
@@ -241,7 +230,7 @@ def average_pool_grad(
 
 
 class _Plan(NamedTuple):
-    """How dY moves along one axis: what to set to zero, to copy and to add, in this order."""
+    """How dY is spread along one axis: what to set to zero, to copy and to add, in this order."""
 
     zero: np.ndarray
     copy: list[tuple[slice, slice]]
@@ -258,7 +247,7 @@ def _plan(w: Windows, i: int) -> _Plan:
     else:
         for k in range(kernel):
             moves.append(_within(size, k * w.dilations[i] - head, w.strides[i], count))
-    # What comes first to its places is copied; the longest moves leave the fewest places to clear.
+    # The first move to a place is a copy; taking the longest moves first leaves the fewest places to clear.
     moves.sort(key=lambda move: -len(range(size)[move[1]]))
     written = np.zeros(size, bool)
     plan = _Plan(written, [], [])
@@ -292,7 +281,7 @@ def _run(plan: _Plan, source: np.ndarray, target: np.ndarray, axis: int) -> None
 def _counts(w: Windows, i: int, count_include_pad: int) -> np.ndarray:
     """How many elements the windows along one axis are averaged over."""
     starts = np.arange(w.outputs[i]) * w.strides[i] - w.heads[i]
-    # What ceil_mode adds behind the padding never counts.
+    # Positions that ceil_mode adds behind the padding do not count.
     end = w.sizes[i] + (w.tails[i] if count_include_pad else 0)
     last = np.minimum(-((starts - end) // w.dilations[i]), w.kernel[i])
     first = 0 if count_include_pad else np.maximum(-(starts // w.dilations[i]), 0)
@@ -307,7 +296,7 @@ def _clear_kernel(
     dilations: list[int] | None,
     **_: Any,
 ) -> list[int]:
-    """kernel_shape; raises if it is missing or the windows are not where onnxruntime has them."""
+    """kernel_shape; raises if it is missing or onnxruntime places the windows differently."""
     if not kernel_shape:
         raise ValueError("kernel_shape is missing")
     if _unclear(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations):
@@ -326,7 +315,7 @@ def _unclear(
     dilations: list[int] | None,
     **_: Any,
 ) -> bool:
-    """Whether onnxruntime may place the windows elsewhere than ONNX says.
+    """Whether onnxruntime may place the windows differently from ONNX.
 
     It computes the pads of SAME for a kernel without dilations, and where they are negative (the stride is
     larger than the kernel) it crops X at both ends.
@@ -363,31 +352,17 @@ def average_pool_grad_body(
     x_shape: ir.Value,
     *,
     kernel_shape: list[int] | None,
-    auto_pad: str,
-    ceil_mode: int,
     count_include_pad: int,
-    dilations: list[int] | None,
-    pads: list[int] | None,
-    strides: list[int] | None,
+    **attributes: Any,
 ) -> ir.Value:
-    kernel_shape = _clear_kernel(kernel_shape, auto_pad=auto_pad, strides=strides, dilations=dilations)
+    kernel_shape = _clear_kernel(kernel_shape, **attributes)
+    auto_pad, ceil_mode = attributes["auto_pad"], attributes["ceil_mode"]
     rank = len(kernel_shape) if dy.shape is None else op.rank(dy) - 2
     kernel = per_dimension("kernel_shape", kernel_shape, rank)
     if op.checked:
-        dy = require_outputs(
-            op,
-            dy,
-            op.Slice(x_shape, [2], [_END]),
-            kernel,
-            auto_pad=auto_pad,
-            strides=strides,
-            dilations=dilations,
-            pads=pads,
-            ceil_mode=ceil_mode,
-        )
-    steps = per_dimension("strides", strides, rank)
-    gaps = per_dimension("dilations", dilations, rank)
-    heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)
+        dy = require_outputs(op, dy, op.Slice(x_shape, [2], [_END]), kernel, **attributes)
+    steps, gaps = (per_dimension(name, attributes[name], rank) for name in ("strides", "dilations"))
+    heads, tails = explicit_pads(attributes["pads"] if auto_pad == "NOTSET" else None, rank)
     if dy.shape is not None and 0 in list(dy.shape):
         return op.Expand(op.number(0.0, dy), x_shape)
     y_shape = op.Shape(dy)
@@ -398,31 +373,31 @@ def average_pool_grad_body(
         extent = (kernel[i] - 1) * gaps[i] + 1
         head: Any = heads[i]
         if auto_pad.startswith("SAME"):
-            total = op.Max(op.Sub(op.Add(op.Mul(op.Sub(count, 1), steps[i]), extent), size), 0)
-            head = op.Div(op.Add(total, int(auto_pad == "SAME_LOWER")), 2)
-        starts = op.Unsqueeze(op.Sub(op.Mul(op.Range(0, count, 1), steps[i]), head), [1])
-        offsets = op.Sub(op.Unsqueeze(op.Range(0, size, 1), [0]), starts)
+            total = op.Max((count - 1) * steps[i] + extent - size, 0)
+            head = (total + int(auto_pad == "SAME_LOWER")) / 2
+        starts = op.Unsqueeze(op.Range(0, count, 1) * steps[i] - head, [1])
+        offsets = op.Unsqueeze(op.Range(0, size, 1), [0]) - starts
         held = op.And(op.GreaterOrEqual(offsets, 0), op.Less(offsets, extent))
         if gaps[i] > 1:
             held = op.And(held, op.Equal(op.Mod(offsets, gaps[i]), 0))
         if count_include_pad and (not ceil_mode or auto_pad.startswith("SAME")):
-            # Not a division by the kernel: onnxruntime would make the product scale by a float32.
+            # Not a division by the kernel size: onnxruntime would fuse it into the product as a float32.
             return op.Where(held, op.number(1 / kernel[i], dy), op.number(0.0, dy))
         shares = op.CastLike(held, dy)
         if not count_include_pad:
-            return op.Div(shares, op.Max(op.ReduceSum(shares, [1], keepdims=1), 1.0))
-        # What ceil_mode adds behind the padding does not count.
-        room = op.Sub(op.Add(size, tails[i] + gaps[i] - 1), starts)
-        return op.Div(shares, op.CastLike(op.Min(op.Div(room, gaps[i]), kernel[i]), dy))
+            return shares / op.Max(op.ReduceSum(shares, [1], keepdims=1), 1.0)
+        # Positions that ceil_mode adds behind the padding do not count.
+        room = size + (tails[i] + gaps[i] - 1) - starts
+        return shares / op.CastLike(op.Min(room / gaps[i], kernel[i]), dy)
 
     matrices = [weights(i) for i in range(rank)]
-    # A product spreads what is not finite over an axis, and that goes to its own window only, as in PyTorch.
-    # Where would look at all of dY; the sum is enough to tell.
+    # A matrix product would spread infinities and NaN over a whole axis; as in PyTorch, they must stay in
+    # their windows. Testing the sum of dY is cheaper than testing every element.
     total = op.ReduceSum(op.ReduceSum(dy, list(range(2, rank + 2)), keepdims=0), None, keepdims=0)
 
     def spread(op: Recorder) -> ir.Value:
         result: ir.Value = op.If(
-            op.IsNaN(op.Sub(total, total)),
+            op.IsNaN(total - total),
             then_branch=op.subgraph("special", [], lambda op: [_spread_apart(op, dy, x_shape, matrices)]),
             else_branch=op.subgraph("finite", [], lambda op: [_spread(op, dy, x_shape, matrices)]),
         )
@@ -430,7 +405,7 @@ def average_pool_grad_body(
 
     if dy.shape is not None and all(isinstance(n, int) for n in list(dy.shape)[2:]):
         return spread(op)
-    # Over no outputs at all, onnxruntime's products are not zeros but fail or are not written.
+    # For an empty dY, onnxruntime's products fail or are left uninitialized.
     return op.If(
         op.Equal(op.Size(dy), 0),
         then_branch=op.subgraph("empty", [], lambda op: [op.Expand(op.number(0.0, dy), x_shape)]),
@@ -440,78 +415,65 @@ def average_pool_grad_body(
 
 def _spread(op: Recorder, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
     """dY times a matrix [outputs, sizes] along each spatial axis."""
-    # One product per axis: the matrices are small beside dY, and onnxruntime has nothing faster up to some
-    # 200 elements an axis, nor anything else for float64.
+    # One product per axis: the matrices are small compared to dY, and up to about 200 elements per axis
+    # onnxruntime has nothing faster, nor anything else for float64.
     rank, y_shape = len(matrices), op.Shape(dy)
     dx = op.MatMul(dy, matrices[-1])
     for i in range(rank - 2, -1, -1):
-        # What lies before the axis and behind it as one dimension each.
+        # The axes before this one and those behind it are one dimension each.
         before = op.ReduceProd(op.Slice(y_shape, [0], [i + 2]), keepdims=1)
         behind = op.ReduceProd(op.Slice(x_shape, [i + 3], [_END]), keepdims=1)
         folded = op.Concat(before, op.Slice(y_shape, [i + 2], [i + 3]), behind, axis=0)
         dx = op.Reshape(dx, folded, allowzero=1)
         matrix = op.Unsqueeze(op.Transpose(matrices[i], perm=[1, 0]), [0])
-        # onnxruntime does not broadcast 1 to 0, so for an empty batch there is no matrix either.
+        # onnxruntime does not broadcast 1 to 0, so an empty batch gets an empty stack of matrices.
         dx = op.MatMul(op.Slice(matrix, [0], op.Min(before, 1)), dx)
     return op.Reshape(dx, x_shape, allowzero=1) if rank > 1 else dx
 
 
 def _spread_apart(op: Recorder, dy: ir.Value, x_shape: ir.Value, matrices: list[ir.Value]) -> ir.Value:
-    """The same, where a value that is not finite goes to the places with a weight only."""
+    """The same, but infinities and NaN reach only the places with a weight."""
     zero, one, most = (op.number(value, dy) for value in (0.0, 1.0, math.inf))
-    kinds = {math.nan: op.IsNaN(dy), math.inf: op.Equal(dy, most), -math.inf: op.Equal(dy, op.Neg(most))}
-    special = op.IsNaN(op.Sub(dy, dy))
+    kinds = {math.nan: op.IsNaN(dy), math.inf: op.Equal(dy, most), -math.inf: op.Equal(dy, -most)}
+    special = op.IsNaN(dy - dy)
     dx = _spread(op, op.Where(special, zero, dy), x_shape, matrices)
     for value, places in kinds.items():
         reached = op.Greater(_spread(op, op.Where(places, one, zero), x_shape, matrices), zero)
-        dx = op.Add(dx, op.Where(reached, op.number(value, dy), zero))
+        dx = dx + op.Where(reached, op.number(value, dy), zero)
     return dx
 
 
-def _same_windows(node: ForwardNode) -> dict[str, Any]:
-    return {name: node.attribute(name) for name in _ATTRIBUTES}
-
-
 @gradient("MaxPool")
-def max_pool_gradient(node: ForwardNode) -> Gradients:
-    op, order = node.op, node.attribute("storage_order")
-    x_shape = op.shape_of(node.input(0))
-    return (
-        op.MaxPoolGrad(
-            node.grad(0), node.add_output(1), x_shape, storage_order=order or None, **_same_windows(node)
-        ),
-    )
+def max_pool_gradient(node: ForwardNode) -> ir.Value:
+    op, x_shape = node.op, node.op.shape_of(node.input(0))
+    return op.MaxPoolGrad(node.grad(0), node.add_output(1), x_shape, **node.attributes)
 
 
 @gradient("AveragePool")
-def average_pool_gradient(node: ForwardNode) -> Gradients:
-    op, padding = node.op, node.attribute("count_include_pad")
-    x_shape = op.shape_of(node.input(0))
-    return (
-        op.AveragePoolGrad(node.grad(0), x_shape, count_include_pad=padding or None, **_same_windows(node)),
-    )
+def average_pool_gradient(node: ForwardNode) -> ir.Value:
+    return node.op.AveragePoolGrad(node.grad(0), node.op.shape_of(node.input(0)), **node.attributes)
 
 
 @gradient("LpPool")
-def lp_pool_gradient(node: ForwardNode) -> Gradients:
+def lp_pool_gradient(node: ForwardNode) -> ir.Value:
     """dX = |X|^(p-1) sign(X) * (dY / Y^(p-1), summed over the windows that hold X)"""
     op, x = node.op, node.input(0)
-    same = _same_windows(node)
+    same = {name: value for name, value in node.attributes.items() if name != "p"}
     share = _lp_share(node)
     if node.attribute("ceil_mode"):
-        # Windows that reach behind the padding hold fewer elements than the kernel has: how many?
+        # Windows that reach beyond the padding hold fewer elements than the kernel has; count them.
         one = op.Expand(op.number(1.0, x), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
-        share = op.Mul(share, op.LpPool(one, p=1, **same))
+        share = share * op.LpPool(one, p=1, **same)
         summed = op.AveragePoolGrad(share, op.shape_of(x), **same)
     else:
-        share = op.Mul(share, float(math.prod(same["kernel_shape"])))
+        share = share * float(math.prod(same["kernel_shape"]))
         summed = op.AveragePoolGrad(share, op.shape_of(x), count_include_pad=1, **same)
-    return (op.Mul(_lp_slope(node), summed),)
+    return _lp_slope(node) * summed
 
 
 @gradient("GlobalLpPool")
-def global_lp_pool_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.Mul(_lp_slope(node), _lp_share(node)),)
+def global_lp_pool_gradient(node: ForwardNode) -> ir.Value:
+    return _lp_slope(node) * _lp_share(node)
 
 
 def _lp_slope(node: ForwardNode) -> ir.Value:
@@ -522,7 +484,7 @@ def _lp_slope(node: ForwardNode) -> ir.Value:
     if p == 2:
         return x
     power = op.Pow(x, float(p - 1))
-    return power if p % 2 == 0 else op.Mul(power, op.Sign(x))
+    return power if p % 2 == 0 else power * op.Sign(x)
 
 
 def _lp_share(node: ForwardNode) -> ir.Value:
@@ -533,18 +495,18 @@ def _lp_share(node: ForwardNode) -> ir.Value:
     # The inner Where keeps NaN out of second derivatives.
     origin = op.Equal(y, 0.0)
     norm = op.Where(origin, 1.0, y)
-    return op.Where(origin, 0.0, op.Div(dy, norm if p == 2 else op.Pow(norm, float(p - 1))))
+    return op.Where(origin, 0.0, dy / (norm if p == 2 else op.Pow(norm, float(p - 1))))
 
 
 @gradient("GlobalAveragePool")
-def global_average_pool_gradient(node: ForwardNode) -> Gradients:
+def global_average_pool_gradient(node: ForwardNode) -> ir.Value:
     op, x = node.op, node.input(0)
     count = op.CastLike(op.ReduceProd(op.Shape(x, start=2), keepdims=0), node.grad(0))
-    return (op.Expand(op.Div(node.grad(0), count), op.shape_of(x)),)
+    return op.Expand(node.grad(0) / count, op.shape_of(x))
 
 
 @gradient("GlobalMaxPool")
-def global_max_pool_gradient(node: ForwardNode) -> Gradients:
+def global_max_pool_gradient(node: ForwardNode) -> ir.Value:
     """dX = dY at the first maximum, as in PyTorch's adaptive_max_pool"""
     op, x = node.op, node.input(0)
     positions = op.ReduceProd(op.Shape(x, start=2), keepdims=1)
@@ -552,11 +514,11 @@ def global_max_pool_gradient(node: ForwardNode) -> Gradients:
     first = op.ArgMax(flat, axis=2, keepdims=1)
     numbers = op.Range(0, op.Squeeze(positions), 1)
     dy = op.Reshape(node.grad(0), [0, 0, 1])
-    return (op.Reshape(op.Where(op.Equal(numbers, first), dy, 0.0), op.shape_of(x), allowzero=1),)
+    return op.Reshape(op.Where(op.Equal(numbers, first), dy, 0.0), op.shape_of(x), allowzero=1)
 
 
 @gradient("MaxUnpool")
-def max_unpool_gradient(node: ForwardNode) -> Gradients:
+def max_unpool_gradient(node: ForwardNode) -> ir.Value:
     """dX = dY[I]"""
     op, indices = node.op, node.input(1)
     rank = len(node.attribute("kernel_shape"))
@@ -564,10 +526,10 @@ def max_unpool_gradient(node: ForwardNode) -> Gradients:
     strides = per_dimension("strides", node.attribute("strides"), rank)
     dx = op.Gather(op.Reshape(node.grad(0), [-1]), indices)
     if all(k <= s for k, s in zip(kernel, strides, strict=True)):
-        return (dx,)
-    # Windows overlap, so an index may occur several times; the last one has written Y.
+        return dx
+    # Windows overlap, so an index may occur several times; Y holds the value of the last one.
     flat = op.Reshape(indices, [-1])
     numbers = op.Range(0, op.Size(indices), 1)
     empty = op.Expand(0, op.Reshape(op.Size(node.output(0)), [1]))
     last = op.Gather(op.ScatterElements(empty, flat, numbers, axis=0), indices)
-    return (op.Where(op.Equal(last, op.Reshape(numbers, op.Shape(indices))), dx, 0.0),)
+    return op.Where(op.Equal(last, op.Reshape(numbers, op.Shape(indices))), dx, 0.0)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.graph.protos import DOUBLE
-from ortgrad.ops.index import number_like, product_of_others
+from onnx import TensorProto
+
+from ortgrad.autodiff.rules import ForwardNode, gradient
+from ortgrad.ops.index import product_of_others
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
 def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:
-    """A value of the shape of the output, so that it broadcasts with the input."""
+    """A value of the shape of the output, reshaped so that it broadcasts with the input."""
     if node.attribute("keepdims") or node.optional(1) is None:
-        # Without axes, all of them are gone (or none): a scalar broadcasts as it is.
+        # Without axes, the reduction is over all of them (or none): a scalar broadcasts as it is.
         return value
     axes = node.constant(1)
     if axes is not None and not axes.size:
@@ -25,7 +26,7 @@ def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:
 
 
 def _again(node: ForwardNode, op_type: str, value: ir.Value) -> ir.Value:
-    """Another reduction over the same axes, which stay with length 1."""
+    """Another reduction over the same axes, which are kept with length 1."""
     reduce = getattr(node.op, op_type)
     return reduce(
         value, node.optional(1), keepdims=1, noop_with_empty_axes=node.attribute("noop_with_empty_axes")
@@ -37,70 +38,71 @@ def _expanded(node: ForwardNode, value: ir.Value) -> ir.Value:
 
 
 @gradient("ReduceSum")
-def reduce_sum_gradient(node: ForwardNode) -> Gradients:
-    return (_expanded(node, _kept(node, node.grad(0))),)
+def reduce_sum_gradient(node: ForwardNode) -> ir.Value:
+    return _expanded(node, _kept(node, node.grad(0)))
 
 
 @gradient("ReduceMean")
-def reduce_mean_gradient(node: ForwardNode) -> Gradients:
+def reduce_mean_gradient(node: ForwardNode) -> ir.Value:
     op, x, y = node.op, node.input(0), node.output(0)
     if x.shape is not None and y.shape is not None and x.shape.is_static() and y.shape.is_static():
         share = op.number(math.prod(y.shape.numpy()) / max(math.prod(x.shape.numpy()), 1), x)
     else:
-        # In double: whole numbers cannot be divided by 0, and half precision does not reach far.
-        share = number_like(op, op.Div(*(op.Cast(op.Size(v), to=DOUBLE) for v in (y, x))), x)
-    return (_expanded(node, _kept(node, op.Mul(node.grad(0), share))),)
+        # In double: integers cannot be divided by 0, and half precision ends at 65504.
+        size_y, size_x = (op.Cast(op.Size(value), to=TensorProto.DOUBLE) for value in (y, x))
+        share = op.CastLike(size_y / size_x, x)
+    return _expanded(node, _kept(node, node.grad(0) * share))
 
 
 @gradient("ReduceMax", "ReduceMin")
-def reduce_max_gradient(node: ForwardNode) -> Gradients:
-    # Equal shares for all that reach the extreme, as in PyTorch's amax and amin.
+def reduce_max_gradient(node: ForwardNode) -> ir.Value:
+    # Elements that equal the extreme share the gradient equally, as in PyTorch's amax and amin.
     op, x = node.op, node.input(0)
     reached = op.Equal(x, _kept(node, node.output(0)))
-    count = _again(node, "ReduceSum", number_like(op, reached, x))
-    return (op.Where(reached, op.Div(_kept(node, node.grad(0)), count), 0.0),)
+    count = _again(node, "ReduceSum", op.CastLike(reached, x))
+    return op.Where(reached, _kept(node, node.grad(0)) / count, 0.0)
 
 
 @gradient("ReduceProd")
-def reduce_prod_gradient(node: ForwardNode) -> Gradients:
+def reduce_prod_gradient(node: ForwardNode) -> ir.Value:
     others = product_of_others(
         node.op,
         node.input(0),
         lambda factors: _again(node, "ReduceProd", factors),
         lambda terms: _again(node, "ReduceSum", terms),
     )
-    return (node.op.Mul(_kept(node, node.grad(0)), others),)
+    return _kept(node, node.grad(0)) * others
 
 
 @gradient("ReduceL1")
-def reduce_l1_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.Mul(_kept(node, node.grad(0)), node.op.Sign(node.input(0))),)
+def reduce_l1_gradient(node: ForwardNode) -> ir.Value:
+    return _kept(node, node.grad(0)) * node.op.Sign(node.input(0))
 
 
 @gradient("ReduceL2")
-def reduce_l2_gradient(node: ForwardNode) -> Gradients:
+def reduce_l2_gradient(node: ForwardNode) -> ir.Value:
     # 0 at the origin, as in PyTorch; the inner Where keeps NaN out of second derivatives.
     op, dy, y = node.op, node.grad(0), node.output(0)
     origin = op.Equal(y, 0.0)
-    scale = op.Where(origin, 0.0, op.Div(dy, op.Where(origin, 1.0, y)))
-    return (op.Mul(node.input(0), _kept(node, scale)),)
+    scale = op.Where(origin, 0.0, dy / op.Where(origin, 1.0, y))
+    return node.input(0) * _kept(node, scale)
 
 
 @gradient("ReduceSumSquare")
-def reduce_sum_square_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.Mul(node.input(0), _kept(node, node.op.Mul(node.grad(0), 2.0))),)
+def reduce_sum_square_gradient(node: ForwardNode) -> ir.Value:
+    return node.input(0) * _kept(node, node.grad(0) * 2.0)
 
 
 @gradient("ReduceLogSum")
-def reduce_log_sum_gradient(node: ForwardNode) -> Gradients:
+def reduce_log_sum_gradient(node: ForwardNode) -> ir.Value:
     total = _again(node, "ReduceSum", node.input(0))
-    return (_expanded(node, node.op.Div(_kept(node, node.grad(0)), total)),)
+    return _expanded(node, _kept(node, node.grad(0)) / total)
 
 
 @gradient("ReduceLogSumExp")
-def reduce_log_sum_exp_gradient(node: ForwardNode) -> Gradients:
+def reduce_log_sum_exp_gradient(node: ForwardNode) -> ir.Value:
     op, y = node.op, node.output(0)
     # Where everything is -inf, so is Y, and the difference would be NaN.
     y = op.Where(op.Equal(y, -math.inf), 0.0, y)
-    share = op.Exp(op.Sub(node.input(0), _kept(node, y)))
-    return (op.Mul(_kept(node, node.grad(0)), share),)
+    share = op.Exp(node.input(0) - _kept(node, y))
+    return _kept(node, node.grad(0)) * share

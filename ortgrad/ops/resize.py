@@ -1,4 +1,4 @@
-"""Gradient rules of operators that read an image at other places: Resize, GridSample, AffineGrid."""
+"""Gradient rules of operators that resample images: Resize, GridSample, AffineGrid."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.graph.protos import FLOAT, INT64
 from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
-# Nearest neighbours of whole factors that repeat every element: (coordinates, rounding).
+# Attributes that do not apply to the matrix of one axis.
+_OF_X = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
+# With integer factors, these (coordinates, rounding) of nearest neighbours repeat every element.
 _REPEATING = {
     ("asymmetric", "floor"),
     ("tf_half_pixel_for_nn", "floor"),
@@ -28,7 +30,7 @@ _REPEATING = {
 
 
 @gradient("Resize")
-def resize_gradient(node: ForwardNode) -> Gradients:
+def resize_gradient(node: ForwardNode) -> ir.Value:
     """dX = dY times the transposed matrix of the interpolation, axis by axis"""
     op, dx = node.op, node.grad(0)
     axes = [axis % node.rank() for axis in node.attribute("axes") or range(node.rank())]
@@ -36,14 +38,14 @@ def resize_gradient(node: ForwardNode) -> Gradients:
     repeated = _whole_factors(node, factors)
     if repeated is not None:
         if not repeated:
-            return (dx,)
+            return dx
         kernel = [repeated.get(axis, 1) for axis in range(2, node.rank())]
         mean = op.AveragePool(dx, kernel_shape=kernel, strides=kernel)
-        return (op.Mul(mean, float(math.prod(kernel))),)
+        return mean * float(math.prod(kernel))
     for axis in sorted(axes, reverse=True):
         if factors[axis] == 1.0:
             continue
-        # What a unit at each place of the axis gives: (places in X, places in Y).
+        # The matrix of the interpolation: (positions in X, positions in Y).
         matrix = _unit_response(node, axes, axis)
         if matrix.dtype != dx.dtype:
             matrix = op.CastLike(matrix, dx)
@@ -52,15 +54,15 @@ def resize_gradient(node: ForwardNode) -> Gradients:
         elif axis == node.rank() - 2:
             dx = op.MatMul(matrix, dx)
         else:
-            # What lies behind the axis as one dimension; 0 leaves a dimension as it is.
+            # The axes behind this one are one dimension; 0 keeps a dimension.
             kept = [0] * (axis + 1)
             dx = op.MatMul(matrix, op.Reshape(dx, [*kept, -1]))
             dx = op.Reshape(dx, _behind(node, kept))
-    return (dx,)
+    return dx
 
 
 def _behind(node: ForwardNode, kept: list[int]) -> ir.Value:
-    """The shape of X behind some axes, with zeros for these."""
+    """The shape of X, with zeros for the leading axes that are kept."""
     dims = list(node.input(0).shape or [])[len(kept) :]
     if all(isinstance(n, int) for n in dims):
         return node.op.constant(np.array([*kept, *dims], np.int64))
@@ -68,7 +70,7 @@ def _behind(node: ForwardNode, kept: list[int]) -> ir.Value:
 
 
 def _factors(node: ForwardNode, axes: list[int]) -> dict[int, float | None]:
-    """By axis how much longer it gets; None if that is not known. What is not resized has 1."""
+    """The factors by axis, None if not known; 1 for an axis that is not resized."""
     factors: dict[int, float | None] = dict.fromkeys(axes)
     if node.attribute("mode") != "nearest" and node.rank() > 3:
         # onnxruntime does not interpolate along these.
@@ -96,7 +98,7 @@ def _has_policy(node: ForwardNode) -> bool:
 
 
 def _whole_factors(node: ForwardNode, factors: dict[int, float | None]) -> dict[int, int] | None:
-    """The factors other than 1 by axis if Resize repeats every element so many times, else None."""
+    """The factors other than 1 by axis if Resize only repeats elements, else None."""
     if node.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
         return None
     known = {axis: factor for axis, factor in factors.items() if factor != 1.0}
@@ -105,7 +107,7 @@ def _whole_factors(node: ForwardNode, factors: dict[int, float | None]) -> dict[
     how = node.attribute("coordinate_transformation_mode"), node.attribute("nearest_mode")
     if node.attribute("mode") != "nearest" or how not in _REPEATING:
         return None
-    # onnxruntime has pools over up to three dimensions, behind two others.
+    # onnxruntime pools over one to three dimensions, which follow two others.
     if min(known) < 2 or not 3 <= node.rank() <= 5:
         return None
     if not all(factor is not None and factor.is_integer() for factor in known.values()):
@@ -114,38 +116,28 @@ def _whole_factors(node: ForwardNode, factors: dict[int, float | None]) -> dict[
 
 
 def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
-    """Resize of the unit matrix along its second axis as X is resized along this one."""
+    """The unit matrix, its second axis resized as this axis of X is."""
     op, x, number = node.op, node.input(0), axes.index(axis)
-    same: dict[str, Any] = {
-        name: node.attribute(name)
-        for name in (
-            "antialias",
-            "coordinate_transformation_mode",
-            "cubic_coeff_a",
-            "exclude_outside",
-            "mode",
-            "nearest_mode",
-        )
-    }
+    same = {name: value for name, value in node.attributes.items() if name not in _OF_X}
     known = x.shape[axis] if x.shape is not None else None
     places = op.Range(0, known if isinstance(known, int) else op.Gather(op.Shape(x), axis), 1)
-    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=FLOAT)
+    unit = op.Cast(op.Equal(op.Unsqueeze(places, [1]), places), to=TensorProto.FLOAT)
     roi = None
     if same["coordinate_transformation_mode"] == "tf_crop_and_resize" and node.optional(1) is not None:
-        window = op.Cast(node.input(1), to=FLOAT)
+        window = op.Cast(node.input(1), to=TensorProto.FLOAT)
         start, end = (op.Gather(window, [k]) for k in (number, len(axes) + number))
         roi = op.Concat(start, np.zeros(1, np.float32), end, np.ones(1, np.float32), axis=0)
-        # Places outside of X give extrapolation_value, which does not depend on X.
+        # Positions outside of X give extrapolation_value, which does not depend on X.
         same["extrapolation_value"] = 0.0
     scales = sizes = None
     copies = _copies(node)
     if _has_policy(node):
         unit = op.Pad(unit, [0, 0, 0, 1], mode="edge")
-        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=FLOAT), axis=0)
+        scales = op.Concat(_common_factor(node, axes, same), op.Cast(copies, to=TensorProto.FLOAT), axis=0)
     elif node.optional(3) is not None:
         sizes = op.Concat(op.Gather(node.input(3), [number]), copies, axis=0)
     else:
-        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=FLOAT), axis=0)
+        scales = op.Concat(op.Gather(node.input(2), [number]), op.Cast(copies, to=TensorProto.FLOAT), axis=0)
     resized = op.Resize(op.Unsqueeze(unit, [0, 3]), roi, scales, sizes, axes=[2, 3], **same)
     if _has_policy(node):
         length = op.Shape(node.output(0), start=axis, end=axis + 1)
@@ -156,10 +148,10 @@ def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
 
 
 def _copies(node: ForwardNode) -> ir.Value:
-    """How often to repeat one more axis of length 1 beside the unit matrix: 2, or 1 if X keeps its shape.
+    """How often to repeat an extra axis of length 1 of the unit matrix: 2, or 1 if X keeps its shape.
 
-    Where no length changes, onnxruntime copies X whatever the scales are. If another axis of X has a new
-    length then that must not happen to the matrix of an axis that keeps its own.
+    If no length changes, onnxruntime copies X whatever the scales are. This must not happen to the matrix of
+    an axis that keeps its length while another axis of X changes.
     """
     op, x, y = node.op, node.input(0), node.output(0)
     dims = zip(x.shape or [], y.shape or [], strict=False)
@@ -167,15 +159,15 @@ def _copies(node: ForwardNode) -> ir.Value:
     changed = any(isinstance(n, int) and isinstance(m, int) and n != m for n, m in dims)
     if changed or (scales is not None and ((scales < 1) | (scales >= 2)).any()):
         return op.constant(np.array([2], np.int64))
-    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=INT64)
+    equal = op.Cast(op.Equal(op.shape_of(x), op.shape_of(y)), to=TensorProto.INT64)
     return op.Sub([2], op.ReduceProd(equal, keepdims=1))
 
 
 def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> ir.Value:
     """The factor of all axes under a keep_aspect_ratio_policy.
 
-    Lengths are rounded then, and not cut off as with scales; so the unit matrix gets one place more that
-    looks like the last one. It makes the result long enough, and nothing else changes.
+    The policy rounds lengths, while scales truncate them. The unit matrix therefore has its last column
+    twice, which makes the result long enough and changes nothing else.
     """
     op, policy = node.op, node.attribute("keep_aspect_ratio_policy")
     independent = same["coordinate_transformation_mode"] in ("half_pixel", "asymmetric")
@@ -184,8 +176,8 @@ def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> 
             f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
             "asymmetric only, without antialias and exclude_outside"
         )
-    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=FLOAT)
-    factors = op.Div(op.Cast(node.input(3), to=FLOAT), lengths)
+    lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=TensorProto.FLOAT)
+    factors = op.Cast(node.input(3), to=TensorProto.FLOAT) / lengths
     return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
 
 
@@ -199,11 +191,9 @@ def grid_sample_gradient(node: ForwardNode) -> Gradients:
     order = list(range(rank - 1, -1, -1))
     lengths = op.CastLike(op.Gather(op.Shape(x, start=2), order), grid)
     points = op.Reshape(grid, [0, -1, rank])
-    if align:
-        coordinates = op.Mul(op.Div(op.Add(points, 1.0), 2.0), op.Sub(lengths, 1.0))
-    else:
-        coordinates = op.Div(op.Sub(op.Mul(op.Add(points, 1.0), lengths), 1.0), 2.0)
-    # onnxruntime reads at the border what is not finite, or no whole number can hold.
+    moved = points + 1.0
+    coordinates = moved / 2.0 * (lengths - 1.0) if align else (moved * lengths - 1.0) / 2.0
+    # onnxruntime reads at the border for coordinates that are not finite or exceed the integers.
     short = grid.dtype is not None and grid.dtype.itemsize < 4
     finite = op.Less(op.Abs(coordinates), math.inf if short else 2.0**62)
     coordinates = op.Where(finite, coordinates, 0.0 if align else -0.5)
@@ -211,19 +201,19 @@ def grid_sample_gradient(node: ForwardNode) -> Gradients:
     dy = op.Transpose(op.Reshape(node.grad(0), [0, 0, -1]), perm=[0, 2, 1])
     dgrid = None
     if mode != "nearest" and node.wants(1):
-        scale = op.Div(op.Sub(lengths, 1.0) if align else lengths, 2.0)
+        scale = (lengths - 1.0 if align else lengths) / 2.0
         by_coordinates = samples.grad_of_coordinates(dy)
         if x.dtype != grid.dtype:
             by_coordinates = op.CastLike(by_coordinates, grid)
-        moved = op.Mul(by_coordinates, scale)
-        dgrid = op.Reshape(op.Where(finite, moved, 0.0), op.shape_of(grid), allowzero=1)
+        by_points = op.Where(finite, by_coordinates * scale, 0.0)
+        dgrid = op.Reshape(by_points, op.shape_of(grid), allowzero=1)
     dx = op.Transpose(samples.grad_of_rows(dy), perm=[0, 2, 1])
     return op.Reshape(dx, op.shape_of(x), allowzero=1), dgrid
 
 
 @gradient("AffineGrid")
-def affine_grid_gradient(node: ForwardNode) -> Gradients:
-    """dtheta = dY^T times the grid of the identity, with ones"""
+def affine_grid_gradient(node: ForwardNode) -> ir.Value:
+    """dtheta = dY^T times the homogeneous coordinates of the identity's grid"""
     op, theta = node.op, node.input(0)
     shape = node.output(0).shape
     if shape is None or theta.dtype is None:
@@ -234,4 +224,4 @@ def affine_grid_gradient(node: ForwardNode) -> Gradients:
     base = op.AffineGrid(op.constant(identity), size, align_corners=node.attribute("align_corners"))
     places = op.Pad(op.Reshape(base, [-1, rank]), [0, 0, 0, 1], op.number(1.0, theta))
     dy = op.Reshape(node.grad(0), [0, -1, rank])
-    return (op.MatMul(op.Transpose(dy, perm=[0, 2, 1]), places),)
+    return op.MatMul(op.Transpose(dy, perm=[0, 2, 1]), places)

@@ -1,15 +1,15 @@
-"""Gradient rules of operators that move elements around, and SliceGrad."""
+"""Gradient rules of operators that move elements, and SliceGrad."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
-from ortgrad.graph.protos import INT64
-from ortgrad.operators.declaration import Empty, operator
+from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, operator
 from ortgrad.ops.index import scatter_back, shape_of, size_of
 
 if TYPE_CHECKING:
@@ -19,51 +19,40 @@ if TYPE_CHECKING:
 
 
 @gradient("Reshape", "Flatten")
-def reshape_gradient(node: ForwardNode) -> Gradients:
-    return (_reshaped_back(node),)
-
-
-@gradient("Squeeze")
-def squeeze_gradient(node: ForwardNode) -> Gradients:
-    axes = node.constant(1)
-    # An empty list of axes stands for all of length 1.
-    if axes is None or not axes.size:
-        return (_reshaped_back(node),)
-    return (node.op.Unsqueeze(node.grad(0), node.input(1)),)
-
-
-@gradient("Unsqueeze")
-def unsqueeze_gradient(node: ForwardNode) -> Gradients:
-    axes = node.constant(1)
-    if axes is None or not axes.size:
-        return (_reshaped_back(node),)
-    return (node.op.Squeeze(node.grad(0), node.input(1)),)
-
-
-def _reshaped_back(node: ForwardNode) -> ir.Value:
+def reshape_gradient(node: ForwardNode) -> ir.Value:
     return node.op.Reshape(node.grad(0), node.op.shape_of(node.input(0)), allowzero=1)
 
 
+@gradient("Squeeze", "Unsqueeze")
+def squeeze_gradient(node: ForwardNode) -> ir.Value:
+    axes = node.constant(1)
+    # For Squeeze, an empty list of axes stands for all of length 1.
+    if axes is None or not axes.size:
+        return reshape_gradient(node)
+    inverse = node.op.Unsqueeze if node.op_type == "Squeeze" else node.op.Squeeze
+    return inverse(node.grad(0), node.input(1))
+
+
 @gradient("Transpose")
-def transpose_gradient(node: ForwardNode) -> Gradients:
+def transpose_gradient(node: ForwardNode) -> ir.Value:
     perm = node.attribute("perm")
     inverse = None if perm is None else [int(i) for i in np.argsort(perm)]
-    return (node.op.Transpose(node.grad(0), perm=inverse),)
+    return node.op.Transpose(node.grad(0), perm=inverse)
 
 
 @gradient("Expand", broadcasts=True)
-def expand_gradient(node: ForwardNode) -> Gradients:
-    return (node.grad(0),)
+def expand_gradient(node: ForwardNode) -> ir.Value:
+    return node.grad(0)
 
 
 @gradient("Tile")
-def tile_gradient(node: ForwardNode) -> Gradients:
+def tile_gradient(node: ForwardNode) -> ir.Value:
     op, x, rank = node.op, node.input(0), node.rank()
     repeats = node.constant(1)
     times: list[int | ir.Value] = (
         [op.Slice(node.input(1), [i], [i + 1]) for i in range(rank)] if repeats is None else repeats.tolist()
     )
-    # Each tiled axis becomes two: the repetitions, which are summed, and the axis itself.
+    # Each tiled axis is split into two: the repetitions, which are summed over, and the axis itself.
     lengths: list[int | ir.Value] = []
     sums = []
     for i, count in enumerate(times):
@@ -72,9 +61,9 @@ def tile_gradient(node: ForwardNode) -> Gradients:
             lengths.append(count)
         lengths.append(_length(op, x, i))
     if not sums:
-        return (node.grad(0),)
+        return node.grad(0)
     split = op.Reshape(node.grad(0), _vector(op, *lengths), allowzero=1)
-    return (op.ReduceSum(split, sums, keepdims=0),)
+    return op.ReduceSum(split, sums, keepdims=0)
 
 
 def _known_rank(value: ir.Value) -> int | None:
@@ -97,102 +86,100 @@ def _vector(op: Recorder, *lengths: int | ir.Value) -> ir.Value:
 
 
 @gradient("Pad")
-def pad_gradient(node: ForwardNode) -> Gradients:
+def pad_gradient(node: ForwardNode) -> ir.Value | Gradients:
     op, dy, x, axes = node.op, node.grad(0), node.input(0), node.optional(3)
     mode, rank = node.attribute("mode"), _known_rank(x)
     if mode != "constant":
-        # Where each element of the output comes from.
+        # The positions in X of the elements of the output.
         positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x))
         source = op.Pad(positions, node.input(1), None, axes, rank=rank, mode=mode)
         flat = op.GatherGrad(size_of(op, x), source, dy, axis=0)
-        return (op.Reshape(flat, op.shape_of(x)),)
+        return op.Reshape(flat, op.shape_of(x))
     pads = node.constant(1)
-    dx = op.Pad(dy, op.Neg(node.input(1)) if pads is None else op.constant(-pads), None, axes, rank=rank)
+    dx = op.Pad(dy, -node.input(1) if pads is None else op.constant(-pads), None, axes, rank=rank)
     if not node.wants(2):
-        return (dx,)
+        return dx
     value = node.input(2)
     padding = op.Pad(op.full_like(x, 0.0), node.input(1), op.number(1.0, x), axes, rank=rank)
-    total = op.ReduceSum(op.Mul(dy, padding), keepdims=0)
+    total = op.ReduceSum(dy * padding, keepdims=0)
     return dx, None, op.Reshape(total, op.shape_of(value))
 
 
 @gradient("CenterCropPad")
-def center_crop_pad_gradient(node: ForwardNode) -> Gradients:
+def center_crop_pad_gradient(node: ForwardNode) -> ir.Value:
     op, x, axes = node.op, node.input(0), node.attribute("axes")
     # Negative pads crop. The division rounds towards 0, as both cropping and padding do.
-    missing = op.Sub(op.shape_of(x), op.shape_of(node.output(0)))
+    missing = op.shape_of(x) - op.shape_of(node.output(0))
     missing = missing if axes is None else op.Gather(missing, axes)
-    before = op.Div(missing, 2)
-    pads = op.Concat(before, op.Sub(missing, before), axis=0)
-    return (op.Pad(node.grad(0), pads, None, axes, rank=_known_rank(x)),)
+    before = missing / 2
+    pads = op.Concat(before, missing - before, axis=0)
+    return op.Pad(node.grad(0), pads, None, axes, rank=_known_rank(x))
 
 
 @gradient("Concat")
-def concat_gradient(node: ForwardNode) -> Gradients:
+def concat_gradient(node: ForwardNode) -> ir.Value | Gradients:
     op, axis, inputs = node.op, node.attribute("axis"), [node.input(i) for i in range(len(node.inputs))]
     if len(inputs) == 1:
-        return (node.grad(0),)
+        return node.grad(0)
     lengths = _vector(op, *(_length(op, x, axis) for x in inputs))
     return tuple(op.Split(node.grad(0), lengths, axis=axis, _outputs=len(inputs)))
 
 
 @gradient("Split")
-def split_gradient(node: ForwardNode) -> Gradients:
+def split_gradient(node: ForwardNode) -> ir.Value:
     count = len(node.outputs)
     if count == 1:
-        return (node.grad(0),)
+        return node.grad(0)
     grads = [node.grad(i) for i in range(count)]
-    return (node.op.Concat(*grads, axis=node.attribute("axis")),)
+    return node.op.Concat(*grads, axis=node.attribute("axis"))
 
 
 @gradient("DepthToSpace")
-def depth_to_space_gradient(node: ForwardNode) -> Gradients:
+def depth_to_space_gradient(node: ForwardNode) -> ir.Value:
     op, block = node.op, node.attribute("blocksize")
-    # The channels in the order of DCR: rows and columns of the block, then depth.
+    # SpaceToDepth orders channels as DCR does: rows and columns of the block, then depth.
     dx = op.SpaceToDepth(node.grad(0), blocksize=block)
     if node.attribute("mode") == "DCR":
-        return (dx,)
+        return dx
     x = node.input(0)
     batch, height, width = (_length(op, x, i) for i in (0, 2, 3))
     shape = _vector(op, batch, block * block, _length(op, node.output(0), 1), height, width)
     split = op.Transpose(op.Reshape(dx, shape, allowzero=1), perm=[0, 2, 1, 3, 4])
-    return (op.Reshape(split, op.shape_of(x), allowzero=1),)
+    return op.Reshape(split, op.shape_of(x), allowzero=1)
 
 
 @gradient("SpaceToDepth")
-def space_to_depth_gradient(node: ForwardNode) -> Gradients:
-    mode = node.attribute("mode") or "DCR"
-    return (node.op.DepthToSpace(node.grad(0), blocksize=node.attribute("blocksize"), mode=mode),)
+def space_to_depth_gradient(node: ForwardNode) -> ir.Value:
+    return node.op.DepthToSpace(node.grad(0), **node.attributes)
 
 
 @gradient("Trilu")
-def trilu_gradient(node: ForwardNode) -> Gradients:
-    return (node.op.Trilu(node.grad(0), node.optional(1), upper=node.attribute("upper")),)
+def trilu_gradient(node: ForwardNode) -> ir.Value:
+    return node.op.Trilu(node.grad(0), node.optional(1), **node.attributes)
 
 
 @gradient("ReverseSequence")
-def reverse_sequence_gradient(node: ForwardNode) -> Gradients:
-    axes = {name: node.attribute(name) for name in ("batch_axis", "time_axis")}
-    return (node.op.ReverseSequence(node.grad(0), node.input(1), **axes),)
+def reverse_sequence_gradient(node: ForwardNode) -> ir.Value:
+    return node.op.ReverseSequence(node.grad(0), node.input(1), **node.attributes)
 
 
 @gradient("Slice")
-def slice_gradient(node: ForwardNode) -> Gradients:
+def slice_gradient(node: ForwardNode) -> ir.Value:
     op, dy, x, starts, steps = node.op, node.grad(0), node.input(0), node.input(1), node.optional(4)
     axes = _slice_axes(node)
     given = node.constant(4)
     if steps is not None and (given is None or (given != 1).any()):
         if starts.dtype not in (None, axes.dtype):
             axes = op.Cast(axes, to=int(starts.dtype))
-        return (op.SliceGrad(dy, op.shape_of(x), starts, node.input(2), axes, steps),)
+        return op.SliceGrad(dy, op.shape_of(x), starts, node.input(2), axes, steps)
     pads = _static_pads(node)
     if pads is not None:
-        return (op.Pad(dy, pads, None, axes, rank=_known_rank(x)),)
-    first, length = op.Cast(starts, to=INT64), op.Gather(op.shape_of(x), axes)
-    first = op.Where(op.Less(first, 0), op.Add(first, length), first)
+        return op.Pad(dy, pads, None, axes, rank=_known_rank(x))
+    first, length = op.Cast(starts, to=TensorProto.INT64), op.Gather(op.shape_of(x), axes)
+    first = op.Where(op.Less(first, 0), first + length, first)
     before = op.Min(op.Max(first, 0), length)
-    after = op.Sub(op.Sub(length, before), op.Gather(op.shape_of(node.output(0)), axes))
-    return (op.Pad(dy, op.Concat(before, after, axis=0), None, axes, rank=_known_rank(x)),)
+    after = length - before - op.Gather(op.shape_of(node.output(0)), axes)
+    return op.Pad(dy, op.Concat(before, after, axis=0), None, axes, rank=_known_rank(x))
 
 
 def _slice_axes(node: ForwardNode) -> ir.Value:
@@ -200,7 +187,7 @@ def _slice_axes(node: ForwardNode) -> ir.Value:
     if known is not None:
         return op.constant(known.astype(np.int64))
     if axes is not None:
-        return op.Cast(axes, to=INT64)
+        return op.Cast(axes, to=TensorProto.INT64)
     shape = node.input(1).shape
     if shape is not None and isinstance(shape[0], int):
         return op.constant(np.arange(shape[0]))
@@ -208,7 +195,7 @@ def _slice_axes(node: ForwardNode) -> ir.Value:
 
 
 def _static_pads(node: ForwardNode) -> list[int] | None:
-    """What a slice of constant bounds along known axes cut off, before and after; None if not known."""
+    """How much a slice with constant bounds cut off before and after, by axis; None if not known."""
     starts, ends, shape = node.constant(1), node.constant(2), node.input(0).shape
     axes = np.arange(len(starts)) if starts is not None and node.optional(3) is None else node.constant(3)
     if starts is None or ends is None or axes is None or shape is None:
@@ -235,7 +222,7 @@ def _static_pads(node: ForwardNode) -> list[int] | None:
     outputs=["dX"],
     shapes=lambda dy, shape, *_: [shape_of(shape)],
     dims={"shape[]": "*X", "dY": "*Y:X", "starts": "A", "ends": "A", "axes": "A", "steps": "A"},
-    types={"T": ("float32", "float64", "float16", "bfloat16"), "Tind": ("int64", "int32")},
+    types={"T": FLOATS, "Tind": INTEGERS},
     auto="python",
 )
 def slice_grad(
@@ -248,7 +235,7 @@ def slice_grad(
     *,
     empty: Empty,
 ) -> np.ndarray:
-    """dX = 0 but for dX[starts:ends:steps] = dY"""
+    """dX[starts:ends:steps] = dY, 0 elsewhere"""
     dims = tuple(shape.tolist())
     axes = np.arange(starts.size) if axes is None else axes
     steps = np.ones(starts.size, np.int64) if steps is None else steps
@@ -261,7 +248,7 @@ def slice_grad(
         if step == 0:
             raise ValueError("a step is 0")
         first, last, _ = slice(start, end, step).indices(dims[axis])
-        # A bound of -1 is before the first element here, not the last one.
+        # Here, a bound of -1 means before the first element, not the last one.
         picked = range(first, last, step)
         window[axis] = slice(first, last if last >= 0 else None, step) if picked else slice(0, 0)
     dx = empty(0, dims)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
@@ -28,64 +28,36 @@ def _dims(*, axis: int) -> dict[str, str]:
     return {"dY": with_axis(axis), "Y": with_axis(axis)}
 
 
-@operator("SoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": 1})
+_CONTRACT: dict[str, Any] = {"inputs": ["dY", "Y"], "outputs": ["dX"], "shapes": "Y", "dims": _dims}
+
+
+@operator("SoftmaxGrad", **_CONTRACT, attributes={"axis": 1})
 def softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = Y * (dY - sum(Y * dY)), the sum over all axes from `axis` on"""
-    return _from_axis_on(_softmax, dy, y, axis, empty)
+    return _over_axes(_softmax, dy, y, axis, empty)
 
 
-@softmax_grad.onnx
-def softmax_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
-    return _body_from_axis_on(_softmax_body, op, dy, y, axis)
-
-
-@operator(
-    "SoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": -1}
-)
+@operator("SoftmaxGrad_13", **_CONTRACT, attributes={"axis": -1})
 def softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = Y * (dY - sum(Y * dY)), the sum over `axis`"""
-    return _over_axis(_softmax, dy, y, axis, empty)
+    return _over_axes(_softmax, dy, y, axis, empty, alone=True)
 
 
-@softmax_grad_13.onnx
-def softmax_grad_13_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
-    return _softmax_body(op, dy, y, axis)
-
-
-@operator(
-    "LogSoftmaxGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": 1}
-)
+@operator("LogSoftmaxGrad", **_CONTRACT, attributes={"axis": 1})
 def log_softmax_grad(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = dY - exp(Y) * sum(dY), the sum over all axes from `axis` on"""
-    return _from_axis_on(_log_softmax, dy, y, axis, empty)
+    return _over_axes(_log_softmax, dy, y, axis, empty)
 
 
-@log_softmax_grad.onnx
-def log_softmax_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
-    return _body_from_axis_on(_log_softmax_body, op, dy, y, axis)
-
-
-@operator(
-    "LogSoftmaxGrad_13", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_dims, attributes={"axis": -1}
-)
+@operator("LogSoftmaxGrad_13", **_CONTRACT, attributes={"axis": -1})
 def log_softmax_grad_13(dy: np.ndarray, y: np.ndarray, *, axis: int, empty: Empty) -> np.ndarray:
     """dX = dY - exp(Y) * sum(dY), the sum over `axis`"""
-    return _over_axis(_log_softmax, dy, y, axis, empty)
-
-
-@log_softmax_grad_13.onnx
-def log_softmax_grad_13_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
-    return _log_softmax_body(op, dy, y, axis)
+    return _over_axes(_log_softmax, dy, y, axis, empty, alone=True)
 
 
 def _softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
     np.subtract(dy, np.einsum("iaj,iaj->ij", dy, y)[:, None], out=dx)
     dx *= y
-
-
-def _softmax_body(op: Recorder, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
-    _check_axis(y, axis)
-    return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(y, dy), [axis])))
 
 
 def _log_softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
@@ -94,26 +66,14 @@ def _log_softmax(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
     np.subtract(dy, dx, out=dx)
 
 
-def _log_softmax_body(op: Recorder, dy: ir.Value, y: ir.Value, axis: int) -> ir.Value:
-    _check_axis(y, axis)
-    return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, [axis])))
-
-
-def _over_axis(
-    grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty
+def _over_axes(
+    grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty, alone: bool = False
 ) -> np.ndarray:
+    """Apply a kernel that sums over `axis` alone, or over all axes from `axis` on."""
     axis = _normalized(axis, y.ndim)
+    stop = axis + 1 if alone else y.ndim
     dx = empty(0, y.shape)
-    blockwise(grad, *(_matrices(a, axis, axis + 1) for a in (dx, dy, y)))
-    return dx
-
-
-def _from_axis_on(
-    grad: Callable[..., None], dy: np.ndarray, y: np.ndarray, axis: int, empty: Empty
-) -> np.ndarray:
-    axis = _normalized(axis, y.ndim)
-    dx = empty(0, y.shape)
-    blockwise(grad, *(_matrices(a, axis, y.ndim) for a in (dx, dy, y)))
+    blockwise(grad, *(_matrices(a, axis, stop) for a in (dx, dy, y)))
     return dx
 
 
@@ -123,12 +83,35 @@ def _matrices(array: np.ndarray, start: int, stop: int) -> np.ndarray:
     return array.reshape(math.prod(shape[:start]), math.prod(shape[start:stop]), math.prod(shape[stop:]))
 
 
-def _body_from_axis_on(
+@softmax_grad_13.onnx
+def softmax_grad_13_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    _check_axis(y, axis)
+    return y * (dy - op.ReduceSum(y * dy, [axis]))
+
+
+@log_softmax_grad_13.onnx
+def log_softmax_grad_13_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    _check_axis(y, axis)
+    return dy - op.Exp(y) * op.ReduceSum(dy, [axis])
+
+
+@softmax_grad.onnx
+def softmax_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    return _as_matrices(softmax_grad_13_body, op, dy, y, axis)
+
+
+@log_softmax_grad.onnx
+def log_softmax_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    return _as_matrices(log_softmax_grad_13_body, op, dy, y, axis)
+
+
+def _as_matrices(
     body: Callable[..., ir.Value], op: Recorder, dy: ir.Value, y: ir.Value, axis: int
 ) -> ir.Value:
+    """Apply a body to the values with all axes from `axis` on as one."""
     _check_axis(y, axis)
     matrices = [op.Flatten(value, axis=axis) for value in (dy, y)]
-    return op.Reshape(body(op, *matrices, 1), op.Shape(y))
+    return op.Reshape(body(op, *matrices, axis=1), op.Shape(y))
 
 
 def _normalized(axis: int, rank: int) -> int:
@@ -143,22 +126,22 @@ def _check_axis(value: ir.Value, axis: int) -> None:
 
 
 @gradient("Softmax")
-def softmax_gradient(node: ForwardNode) -> Gradients:
+def softmax_gradient(node: ForwardNode) -> ir.Value:
     y = without_nan(node, node.output(0), 0.0)
-    return (node.op.SoftmaxGrad_13(node.grad(0), y, axis=node.attribute("axis")),)
+    return node.op.SoftmaxGrad_13(node.grad(0), y, **node.attributes)
 
 
 @gradient("LogSoftmax")
-def log_softmax_gradient(node: ForwardNode) -> Gradients:
+def log_softmax_gradient(node: ForwardNode) -> ir.Value:
     y = without_nan(node, node.output(0), -math.inf)
-    return (node.op.LogSoftmaxGrad_13(node.grad(0), y, axis=node.attribute("axis")),)
+    return node.op.LogSoftmaxGrad_13(node.grad(0), y, **node.attributes)
 
 
 def without_nan(node: ForwardNode, y: ir.Value, instead: float) -> ir.Value:
-    """Probabilities without the NaN that the model itself takes out of the node's first output.
+    """Probabilities with NaN replaced, if the model itself tests the node's first output for NaN.
 
-    A row that is masked away is NaN. Exporters write IsNaN and Where behind it, so that nothing flows back
-    there; but 0 * NaN is NaN.
+    A row in which everything is masked is NaN. Exporters replace it with IsNaN and Where, which give it a
+    gradient of 0; but 0 * NaN is NaN.
     """
     if not _is_tested(node.output(0)):
         return y
@@ -167,7 +150,7 @@ def without_nan(node: ForwardNode, y: ir.Value, instead: float) -> ir.Value:
 
 
 def _is_tested(value: ir.Value) -> bool:
-    """Whether the model asks where the value is NaN."""
+    """Whether the model tests the value for NaN."""
     for user, _ in value.uses():
         if user.op_type == "IsNaN":
             return True

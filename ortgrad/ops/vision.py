@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.graph.protos import INT64
 from ortgrad.ops._sampling import sample
 from ortgrad.ops._windows import explicit_pads, per_dimension
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @gradient("LRN")
-def lrn_gradient(node: ForwardNode) -> Gradients:
+def lrn_gradient(node: ForwardNode) -> ir.Value:
     """dX = dY * S^-beta - 2 alpha beta X * mean(dY * Y / S), S = bias + alpha * mean(X^2) over channels"""
     op, dy, x, y = node.op, node.grad(0), node.input(0), node.output(0)
     alpha, beta, size = (node.attribute(name) for name in ("alpha", "beta", "size"))
@@ -30,16 +30,16 @@ def lrn_gradient(node: ForwardNode) -> Gradients:
         means = op.AveragePool(rows, kernel_shape=[size, 1], pads=pads, count_include_pad=1)
         return op.Reshape(means, op.shape_of(x), allowzero=1)
 
-    squares = mean(op.Mul(x, x), [before, 0, size - 1 - before, 0])
-    s = op.Add(op.Mul(squares, alpha), node.attribute("bias"))
-    # The windows that hold a channel lie the other way round.
-    others = mean(op.Div(op.Mul(dy, y), s), [size - 1 - before, 0, before, 0])
-    near = op.Mul(dy, op.Pow(s, -beta))
-    return (op.Sub(near, op.Mul(op.Mul(x, 2 * alpha * beta), others)),)
+    squares = mean(x * x, [before, 0, size - 1 - before, 0])
+    s = squares * alpha + node.attribute("bias")
+    # For the windows that contain a channel, the pads are exchanged.
+    others = mean(dy * y / s, [size - 1 - before, 0, before, 0])
+    near = dy * op.Pow(s, -beta)
+    return near - x * (2 * alpha * beta) * others
 
 
 @gradient("Col2Im")
-def col2_im_gradient(node: ForwardNode) -> Gradients:
+def col2_im_gradient(node: ForwardNode) -> ir.Value:
     """dX = the blocks of dY, as columns"""
     op, dy, image, block = node.op, node.grad(0), node.input(1), node.input(2)
     count = next((s[0] for s in (image.shape, block.shape) if s is not None), None)
@@ -56,22 +56,22 @@ def col2_im_gradient(node: ForwardNode) -> Gradients:
     if any((*heads, *tails)):
         dy = op.Pad(dy, [*heads, *tails], None, list(range(2, 2 + count)), rank=2 + count)
     for i in range(count):
-        taps = op.Mul(op.Range(0, op.Gather(block, i), 1), dilations[i])
-        room = op.Add(op.Gather(image, i), heads[i] + tails[i])
-        extent = op.Add(op.Mul(op.Sub(op.Gather(block, i), 1), dilations[i]), 1)
-        steps = op.Add(op.Div(op.Sub(room, extent), strides[i]), 1)
-        starts = op.Mul(op.Range(0, steps, 1), strides[i])
-        # Each spatial axis becomes two: where in the block, and which block.
-        dy = op.Gather(dy, op.Add(op.Unsqueeze(taps, [1]), starts), axis=2 + 2 * i)
+        taps = op.Range(0, op.Gather(block, i), 1) * dilations[i]
+        room = op.Gather(image, i) + (heads[i] + tails[i])
+        extent = (op.Gather(block, i) - 1) * dilations[i] + 1
+        steps = (room - extent) / strides[i] + 1
+        starts = op.Range(0, steps, 1) * strides[i]
+        # Each spatial axis becomes two: the position in the block, and the block.
+        dy = op.Gather(dy, op.Unsqueeze(taps, [1]) + starts, axis=2 + 2 * i)
     if count > 1:
         order = [*range(2, 2 + 2 * count, 2), *range(3, 3 + 2 * count, 2)]
         dy = op.Transpose(dy, perm=[0, 1, *order])
-    return (op.Reshape(dy, op.shape_of(node.input(0)), allowzero=1),)
+    return op.Reshape(dy, op.shape_of(node.input(0)), allowzero=1)
 
 
 @gradient("DeformConv")
 def deform_conv_gradient(node: ForwardNode) -> Gradients:
-    """As Conv on columns that are samples of X around moved places, scaled with the mask"""
+    """The gradients of Conv, with columns that are samples of X at the offsets, multiplied by the mask"""
     op, dy, x, w, mask = node.op, node.grad(0), node.input(0), node.input(1), node.optional(4)
     known = node.attribute("kernel_shape") or (list(w.shape)[2:] if w.shape is not None else [])
     sizes = [n for n in known if isinstance(n, int)]
@@ -85,7 +85,7 @@ def deform_conv_gradient(node: ForwardNode) -> Gradients:
     per_set = op.Div(op.Shape(x, start=1, end=2), [sets])
     shape = op.Concat(images, per_set, op.Shape(x, start=2), axis=0)
     points = op.Mul(positions, [taps])
-    places = op.Add(_by_point(node, node.input(2), images, points, positions, 2), _places(node, sizes))
+    places = _by_point(node, node.input(2), images, points, positions, 2) + _places(node, sizes)
     samples = sample(op, op.Reshape(x, shape, allowzero=1), places, [0, 1], "linear", "zeros", False)
     # dY and W by group, and from them the gradient of the columns: (N, group, C / group * taps, positions).
     by_group = op.Concat(batch, [group], op.Div(op.Shape(dy, start=1, end=2), [group]), positions, axis=0)
@@ -94,7 +94,7 @@ def deform_conv_gradient(node: ForwardNode) -> Gradients:
     filters = op.Div(op.Shape(w, end=1), [group])
     w_groups = op.Reshape(w, op.Concat([group], filters, rows, axis=0), allowzero=1)
     columns = op.MatMul(op.Transpose(w_groups, perm=[0, 2, 1]), dy_groups)
-    # The other way round: by image, point and channel.
+    # Transposed: by image, point and channel.
     by_channel = op.Concat(images, per_set, [taps], positions, axis=0)
     grads = op.Transpose(op.Reshape(columns, by_channel, allowzero=1), perm=[0, 2, 3, 1])
     grads = op.Reshape(grads, op.Concat(images, points, per_set, axis=0), allowzero=1)
@@ -103,9 +103,9 @@ def deform_conv_gradient(node: ForwardNode) -> Gradients:
     if node.wants(1) or (mask is not None and node.wants(4)):
         values = samples.sums()
         if mask is not None:
-            by_tap = op.ReduceSum(op.Mul(grads, values), [2], keepdims=1)
+            by_tap = op.ReduceSum(grads * values, [2], keepdims=1)
             dmask = op.Reshape(by_tap, op.shape_of(mask), allowzero=1)
-            values = op.Mul(values, factors)
+            values = values * factors
         by_tap = op.Reshape(values, op.Concat(images, [taps], positions, per_set, axis=0), allowzero=1)
         columns = op.Reshape(
             op.Transpose(by_tap, perm=[0, 3, 1, 2]),
@@ -115,7 +115,7 @@ def deform_conv_gradient(node: ForwardNode) -> Gradients:
         products = op.MatMul(dy_groups, op.Transpose(columns, perm=[0, 1, 3, 2]))
         dw = op.Reshape(op.ReduceSum(products, [0], keepdims=0), op.shape_of(w), allowzero=1)
     if mask is not None:
-        grads = op.Mul(grads, factors)
+        grads = grads * factors
     dx = op.Reshape(op.Transpose(samples.grad_of_rows(grads), perm=[0, 2, 1]), op.shape_of(x), allowzero=1)
     doffset = None
     if node.wants(2):
@@ -143,7 +143,7 @@ def _by_point(
 
 
 def _places(node: ForwardNode, sizes: list[int]) -> ir.Value:
-    """Where the taps of a convolution without offsets read: (taps * positions, 2)."""
+    """The positions that the taps of a convolution without offsets read: (taps * positions, 2)."""
     op = node.op
     strides = per_dimension("strides", node.attribute("strides"), 2)
     dilations = per_dimension("dilations", node.attribute("dilations"), 2)
@@ -154,24 +154,23 @@ def _places(node: ForwardNode, sizes: list[int]) -> ir.Value:
     axes = []
     for i in range(2):
         tap = np.arange(sizes[i], dtype=np.int64) * dilations[i] - heads[i]
-        start = op.Mul(op.Range(0, op.Gather(outputs, i), 1), strides[i])
+        start = op.Range(0, op.Gather(outputs, i), 1) * strides[i]
         # The axes of `full`: tap row, tap column, output row, output column.
-        place = op.Add(
-            op.constant(tap.reshape([-1, 1, 1, 1] if i == 0 else [-1, 1, 1])),
-            op.Unsqueeze(start, [1]) if i == 0 else start,
+        place = op.constant(tap.reshape([-1, 1, 1, 1] if i == 0 else [-1, 1, 1])) + (
+            op.Unsqueeze(start, [1]) if i == 0 else start
         )
         axes.append(op.Reshape(op.Expand(place, full), [-1, 1]))
     return op.CastLike(op.Concat(*axes, axis=1), node.input(2))
 
 
 @gradient("RoiAlign")
-def roi_align_gradient(node: ForwardNode) -> Gradients:
-    """dX = what the samples of each region read of X, times dY; regions have no gradient, as in PyTorch"""
-    return (_mean_of_regions(node) if node.attribute("mode") == "avg" else _maximum_of_regions(node),)
+def roi_align_gradient(node: ForwardNode) -> ir.Value:
+    """dX = the transposed interpolation of dY; as in PyTorch, the regions have no gradient"""
+    return _mean_of_regions(node) if node.attribute("mode") == "avg" else _maximum_of_regions(node)
 
 
 class _Reads:
-    """Where the samples of all regions read X along a spatial axis: (regions, outputs, samples)."""
+    """The positions of the samples along a spatial axis of X: (regions, outputs, samples)."""
 
     def __init__(self, node: ForwardNode, axis: int) -> None:
         op, rois = node.op, node.input(1)
@@ -181,64 +180,64 @@ class _Reads:
         self.op = op
         self.size = op.Gather(op.Shape(node.input(0)), 2 + axis)
         # A region is (x1, y1, x2, y2).
-        start, end = (op.Mul(op.Gather(rois, [i], axis=1), scale) for i in (1 - axis, 3 - axis))
+        start, end = (op.Gather(rois, [i], axis=1) * scale for i in (1 - axis, 3 - axis))
         if half:
-            start, end = op.Sub(start, 0.5), op.Sub(end, 0.5)
-        length = op.Unsqueeze(op.Sub(end, start), [2])
-        step = op.Div(length if half else op.Max(length, 1.0), float(outputs))
+            start, end = start - 0.5, end - 0.5
+        length = op.Unsqueeze(end - start, [2])
+        step = (length if half else op.Max(length, 1.0)) / float(outputs)
         self.exists: ir.Value | None = None
         if ratio > 0:
             numbers, count = op.Range(0, ratio, 1), op.number(float(ratio), rois)
         else:
-            # As many as there are elements of X; in the end it is the most of all regions, some left unused.
+            # One per element of X in each region; all get the number of the largest, and the rest is unused.
             count = op.Ceil(step)
             most = op.ReduceMax(
                 op.Concat(op.Reshape(count, [-1]), op.CastLike([1], rois), axis=0), keepdims=0
             )
-            numbers = op.Range(0, op.Cast(most, to=INT64), 1)
+            numbers = op.Range(0, op.Cast(most, to=TensorProto.INT64), 1)
             self.exists = op.Less(op.CastLike(numbers, rois), count)
             count = op.Max(count, 1.0)
         self.count = count
-        first = op.Mul(op.CastLike(np.arange(outputs, dtype=np.float32)[:, None], rois), step)
-        within = op.Div(op.Mul(op.Add(op.CastLike(numbers, rois), 0.5), step), count)
-        place = op.Add(op.Add(op.Unsqueeze(start, [2]), first), within)
+        first = op.CastLike(np.arange(outputs, dtype=np.float32)[:, None], rois) * step
+        within = (op.CastLike(numbers, rois) + 0.5) * step / count
+        place = op.Unsqueeze(start, [2]) + first + within
         size = op.CastLike(self.size, rois)
         self.inside = op.And(op.GreaterOrEqual(place, -1.0), op.LessOrEqual(place, size))
-        self.place = op.Min(op.Max(place, 0.0), op.Sub(size, 1.0))
+        self.place = op.Min(op.Max(place, 0.0), size - 1.0)
 
     def shares(self) -> ir.Value:
-        """How much of each element of X is in each output: (regions, outputs, elements)."""
+        """The weight of each element of X in each output: (regions, outputs, elements)."""
         op = self.op
         elements = op.CastLike(op.Range(0, self.size, 1), self.place)
-        near = op.Max(op.Sub(1.0, op.Abs(op.Sub(op.Unsqueeze(self.place, [3]), elements))), 0.0)
+        near = op.Max(1.0 - op.Abs(op.Unsqueeze(self.place, [3]) - elements), 0.0)
         used = self.inside if self.exists is None else op.And(self.inside, self.exists)
-        weight = op.Div(op.CastLike(used, near), self.count)
+        weight = op.CastLike(used, near) / self.count
         # Rows times columns: (regions, outputs, 1, samples) by (..., samples, elements).
         return op.Squeeze(op.MatMul(op.Unsqueeze(weight, [2]), near), [2])
 
     def corners(self, axes: list[int]) -> tuple[ir.Value, ir.Value]:
-        """The two elements around each sample and their weights, with axes of length 1 put in."""
+        """The two elements around each sample and their weights, with axes of length 1 inserted."""
         op = self.op
         low = op.Floor(self.place)
-        fraction = op.Sub(self.place, low)
-        weights = op.Concat(*(op.Unsqueeze(part, [3]) for part in (op.Sub(1.0, fraction), fraction)), axis=3)
-        weights = op.Mul(weights, op.CastLike(op.Unsqueeze(self.inside, [3]), weights))
-        pair = op.Add(op.Unsqueeze(op.Cast(low, to=INT64), [3]), [0, 1])
-        return op.Unsqueeze(op.Min(pair, op.Sub(self.size, 1)), axes), op.Unsqueeze(weights, axes)
+        fraction = self.place - low
+        weights = op.Concat(*(op.Unsqueeze(part, [3]) for part in (1.0 - fraction, fraction)), axis=3)
+        weights = weights * op.CastLike(op.Unsqueeze(self.inside, [3]), weights)
+        pair = op.Add(op.Unsqueeze(op.Cast(low, to=TensorProto.INT64), [3]), [0, 1])
+        return op.Unsqueeze(op.Min(pair, self.size - 1), axes), op.Unsqueeze(weights, axes)
 
 
 def _mean_of_regions(node: ForwardNode) -> ir.Value:
     op, x, dy = node.op, node.input(0), node.grad(0)
     rows, columns = _Reads(node, 0).shares(), _Reads(node, 1).shares()
-    # First along rows of X, then all regions of an image at once: (regions * outputs, C * W).
+    # Along the rows of X first, then for all regions of an image at once: (regions * outputs, C * W).
     spread = op.Transpose(op.MatMul(dy, op.Unsqueeze(columns, [1])), perm=[0, 2, 1, 3])
     height, batch = node.attribute("output_height"), op.Shape(x, end=1)
     lines = op.Mul(op.Shape(node.input(1), end=1), [height])
-    width = op.Mul(op.Shape(x, start=1, end=2), op.Shape(x, start=3))
+    width = op.Shape(x, start=1, end=2) * op.Shape(x, start=3)
     spread = op.Reshape(spread, op.Concat(lines, width, axis=0), allowzero=1)
     images = op.Range(0, op.Squeeze(batch), 1)
     own = op.CastLike(op.Equal(op.Unsqueeze(images, [1]), node.input(2)), rows)
-    by_image = op.Mul(op.Unsqueeze(own, [1, 3]), op.Transpose(rows, perm=[2, 0, 1]))
+    by_image = op.Unsqueeze(own, [1, 3]) * op.Transpose(rows, perm=[2, 0, 1])
     tall = op.Shape(x, start=2, end=3)
     by_image = op.Reshape(by_image, op.Concat(batch, tall, lines, axis=0), allowzero=1)
     apart = op.Concat(batch, tall, op.Shape(x, start=1, end=2), op.Shape(x, start=3), axis=0)
@@ -251,13 +250,13 @@ def _maximum_of_regions(node: ForwardNode) -> ir.Value:
     tall, wide = _Reads(node, 0), _Reads(node, 1)
     # (regions, output rows, output columns, sample rows, sample columns, 2, 2)
     (row, row_weight), (column, column_weight) = tall.corners([2, 4, 6]), wide.corners([1, 3, 5])
-    image = op.Mul(node.input(2), op.Mul(tall.size, wide.size))
-    index = op.Add(op.Add(op.Mul(row, wide.size), column), op.Unsqueeze(image, [1, 2, 3, 4, 5, 6]))
-    weight = op.Mul(row_weight, column_weight)
+    image = node.input(2) * (tall.size * wide.size)
+    index = row * wide.size + column + op.Unsqueeze(image, [1, 2, 3, 4, 5, 6])
+    weight = row_weight * column_weight
     exists = None
     if tall.exists is not None and wide.exists is not None:
         exists = op.And(op.Unsqueeze(tall.exists, [2, 4, 5, 6]), op.Unsqueeze(wide.exists, [1, 3, 5, 6]))
-        weight = op.Mul(weight, op.CastLike(exists, weight))
+        weight = weight * op.CastLike(exists, weight)
         exists = op.Expand(exists, op.Shape(weight))
     # Now (regions, outputs, terms of the maximum, C).
     regions, channels = op.Shape(node.input(1), end=1), op.Shape(x, start=1, end=2)
@@ -266,12 +265,12 @@ def _maximum_of_regions(node: ForwardNode) -> ir.Value:
     index, weight = op.Reshape(index, flat), op.Unsqueeze(op.Reshape(weight, flat), [3])
     by_place = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])
     elements = op.Reshape(by_place, op.Concat([-1], channels, axis=0))
-    terms = op.Mul(op.Gather(elements, index), weight)
+    terms = op.Gather(elements, index) * weight
     if exists is not None:
         terms = op.Where(op.Unsqueeze(op.Reshape(exists, flat), [3]), terms, -math.inf)
     first = op.ArgMax(terms, axis=2, keepdims=1)
     numbers = op.Unsqueeze(op.Range(0, op.Gather(op.Shape(index), 2), 1), [1])
     dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), op.Concat(regions, [outputs, 1], channels, axis=0))
-    parts = op.Where(op.Equal(numbers, first), op.Mul(dy, weight), 0.0)
+    parts = op.Where(op.Equal(numbers, first), dy * weight, 0.0)
     grads = op.Reshape(op.GatherGrad(op.Shape(elements), index, parts, axis=0), op.Shape(by_place))
     return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x))
