@@ -55,6 +55,11 @@ def gradient(*op_types: str, domain: str = "", broadcasts: bool = False) -> Call
 
     With `broadcasts`, every gradient may have the shape of the (broadcast) output; it is summed to the shape
     of its input.
+
+    >>> import ortgrad
+    >>> @ortgrad.gradient("Square", domain="my.domain")
+    ... def square_gradient(node):
+    ...     return node.grad(0) * (node.input(0) * 2.0)
     """
 
     def declare(function: _Rule) -> _Rule:

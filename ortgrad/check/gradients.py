@@ -58,6 +58,12 @@ def check_gradients(
 
     Where the function has a kink, as Relu at 0, the gradients are checked at a point beside it. The results
     of random operators, such as a Dropout in training mode, are drawn once and are the same everywhere.
+
+    >>> import onnx, ortgrad
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 3] x, float[3, 2] w) => (float[N, 2] y) { y = MatMul(x, w) }''')
+    >>> ortgrad.check_gradients(model, wrt="w").ok
+    True
     """
     proto = load_model(model)
     generator = np.random.default_rng(seed)

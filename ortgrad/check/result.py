@@ -38,6 +38,13 @@ class GradientCheck:
 
     `gradients` has the precisions in which the gradients were computed, `fixed` the random nodes whose
     results were drawn once.
+
+    >>> import onnx, ortgrad
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 3] x) => (float[N, 3] y) { y = Tanh(x) }''')
+    >>> result = ortgrad.check_gradients(model)
+    >>> result.ok, [row.name for row in result.rows]
+    (True, ['x'])
     """
 
     rows: tuple[Row, ...]
