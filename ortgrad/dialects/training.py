@@ -7,8 +7,8 @@ here (DivGrad, ResizeGrad).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -18,104 +18,30 @@ from ortgrad.operators.declaration import DOMAIN
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from ortgrad.dialects.translate import ForeignNode
     from ortgrad.graph.recorder import Recorder
 
-Translation: TypeAlias = "Callable[[Recorder, Foreign], ir.Value | Sequence[ir.Value | None]]"
+Translation: TypeAlias = "Callable[[Recorder, ForeignNode], ir.Value | Sequence[ir.Value | None]]"
 _translations: dict[str, Translation] = {}
 # onnxruntime-training keeps these in the default domain, where onnx does not know them.
 IN_DEFAULT_DOMAIN = ("SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad")
 
 
 def is_training_operator(op_type: str, domain: str) -> bool:
-    """Whether `write_in_standard_onnx` knows the operator."""
+    """Whether `translate_training_operators` knows the operator."""
     if domain in ("", "ai.onnx"):
         return op_type in IN_DEFAULT_DOMAIN
     return domain == DOMAIN and op_type in _translations
 
 
 def training_operators() -> list[str]:
-    """The names of all operators that `write_in_standard_onnx` knows."""
+    """The names of all operators that `translate_training_operators` knows."""
     return sorted(_translations)
 
 
-def write_in_standard_onnx(model: ir.Model) -> ir.Model:
-    """Replace every node of an operator of onnxruntime-training that has no kernel here."""
-    import onnx_ir as ir
-
-    from ortgrad.graph.gradient_nodes import put_in_place
-    from ortgrad.graph.names import Names
-    from ortgrad.graph.recorder import Recorder
-    from ortgrad.passes.complete import complete
-
-    nodes = [n for n in model.graph.all_nodes() if is_training_operator(n.op_type, n.domain)]
-    if not nodes:
-        return model
-    names = Names.of(model)
-    for node in nodes:
-        op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
-        foreign = Foreign(node)
-        try:
-            with op.arithmetic():
-                results = _translations[node.op_type](op, foreign)
-        except NodeError as error:
-            raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
-        values = [results] if isinstance(results, ir.Value) else results
-        put_in_place(node, foreign.computed_again, op, values)
-    return complete(model)
-
-
-class Foreign:
-    """A node as its translation sees it."""
-
-    def __init__(self, node: ir.Node) -> None:
-        self.node = node
-        # Forward nodes whose outputs the gradients read.
-        self.computed_again: list[ir.Node] = []
-
-    def input(self, i: int) -> ir.Value:
-        value = self.optional(i)
-        if value is None:
-            raise NodeError(f"input {i} is missing")
-        return value
-
-    def optional(self, i: int) -> ir.Value | None:
-        return self.node.inputs[i] if i < len(self.node.inputs) else None
-
-    def wants(self, i: int) -> bool:
-        return i < len(self.node.outputs) and bool(self.node.outputs[i].name)
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return {name: attribute.value for name, attribute in self.node.attributes.items()}
-
-    def attribute(self, name: str, default: Any = None) -> Any:
-        found = self.node.attributes.get(name)
-        if found is None and default is None:
-            raise NodeError(f"attribute {name!r} is missing")
-        return default if found is None else found.value
-
-    def gradients(self, op: Recorder, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
-        """The gradients of a forward operator with these inputs, by its rule; input 0 is dY."""
-        import onnx_ir as ir
-
-        from ortgrad.autodiff.backward import BackwardPass
-
-        operands = list(operands)
-        inputs = [self.optional(i) for i in operands]
-        name = op.name(forward)
-        node = ir.Node("", forward, inputs, self.node.attributes.values(), name=name)
-        dy = self.input(0)
-        output = node.outputs[0]
-        output.name, output.type, output.shape = name, dy.type, dy.shape
-        targets = [value for i, value in enumerate(inputs) if value is not None and self.wants(i)]
-        backward = BackwardPass(op, [node], targets)
-        backward.seed(output, dy)
-        backward.run()
-        if backward.failures:
-            raise NodeError(backward.failures[0].reason)
-        if output.uses():
-            self.computed_again.append(node)
-        return [None if value is None else backward.total(value) for value in inputs]
+def find_translation(op_type: str, domain: str) -> Translation | None:
+    """The translation of an operator, or None."""
+    return _translations.get(op_type) if is_training_operator(op_type, domain) else None
 
 
 def _translation(name: str) -> Callable[[Translation], Translation]:
@@ -127,17 +53,17 @@ def _translation(name: str) -> Callable[[Translation], Translation]:
 
 
 @_translation("ReduceSumTraining")
-def _reduce_sum_training(op: Recorder, node: Foreign) -> ir.Value:
+def _reduce_sum_training(op: Recorder, node: ForeignNode) -> ir.Value:
     return op.ReduceSum(node.input(0), node.input(1), **node.attributes)
 
 
 @_translation("SplitTraining")
-def _split_training(op: Recorder, node: Foreign) -> ir.Value | Sequence[ir.Value]:
+def _split_training(op: Recorder, node: ForeignNode) -> ir.Value | Sequence[ir.Value]:
     return op.Split(node.input(0), node.input(1), **node.attributes, _outputs=len(node.node.outputs))
 
 
 @_translation("ConcatTraining")
-def _concat_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _concat_training(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     values, axis = [node.input(i) for i in range(len(node.node.inputs))], node.attribute("axis")
     # For the last axis, an end of 0 would mean the beginning.
     lengths = [op.Shape(value, start=axis, end=axis + 1 or None) for value in values]
@@ -145,7 +71,7 @@ def _concat_training(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("Scale")
-def _scale(op: Recorder, node: Foreign) -> ir.Value:
+def _scale(op: Recorder, node: ForeignNode) -> ir.Value:
     x = node.input(0)
     # The scale may be a vector of one element, which must not change the rank of a scalar X.
     scale = op.CastLike(op.Reshape(node.input(1), np.zeros(0, np.int64)), x)
@@ -153,19 +79,19 @@ def _scale(op: Recorder, node: Foreign) -> ir.Value:
 
 
 @_translation("ScaledSum")
-def _scaled_sum(op: Recorder, node: Foreign) -> ir.Value:
+def _scaled_sum(op: Recorder, node: ForeignNode) -> ir.Value:
     count = sum(node.optional(i) is not None for i in range(3))
     return op.Sum(*(node.input(i) * node.attribute(f"scale_{i}") for i in range(count)))
 
 
 @_translation("BatchScale")
-def _batch_scale(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _batch_scale(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     count = len(node.node.outputs)
     return [node.input(0) * node.attribute(f"scale_{i}") for i in range(count)]
 
 
 @_translation("BroadcastGradientArgs")
-def _broadcast_gradient_args(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _broadcast_gradient_args(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     """The axes, from the last to the first, over which the gradients of two broadcast tensors are summed."""
     shapes = [node.input(0), node.input(1)]
     ranks = [op.Shape(shape) for shape in shapes]
@@ -187,39 +113,39 @@ def _broadcast_gradient_args(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("ZeroGradient")
-def _zero_gradient(op: Recorder, node: Foreign) -> ir.Value:
+def _zero_gradient(op: Recorder, node: ForeignNode) -> ir.Value:
     return op.full_like(node.input(0), 0.0)
 
 
 @_translation("InPlaceAccumulator")
-def _in_place_accumulator(op: Recorder, node: Foreign) -> ir.Value:
+def _in_place_accumulator(op: Recorder, node: ForeignNode) -> ir.Value:
     old, update = node.input(0), node.optional(2)
     total = old + op.CastLike(node.input(1), old)
     return total if update is None else op.Where(update, total, old)
 
 
 @_translation("PassThrough")
-def _pass_through(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _pass_through(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     return [op.copy(node.input(i)) for i in range(len(node.node.outputs))]
 
 
 @_translation("BiasFastGeluGrad_dX")
-def _bias_fast_gelu_grad_d_x(op: Recorder, node: Foreign) -> ir.Value:
+def _bias_fast_gelu_grad_d_x(op: Recorder, node: ForeignNode) -> ir.Value:
     return op.FastGeluGrad(node.input(0), node.input(1) + node.input(2))
 
 
 @_translation("DivGrad")
-def _div_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | None]:
+def _div_grad(op: Recorder, node: ForeignNode) -> Sequence[ir.Value | None]:
     return node.gradients(op, "Div", [1, 2])
 
 
 @_translation("ResizeGrad")
-def _resize_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | None]:
+def _resize_grad(op: Recorder, node: ForeignNode) -> Sequence[ir.Value | None]:
     return node.gradients(op, "Resize", [1, 2, 3])[:1]
 
 
 @_translation("ConvTransposeGrad")
-def _conv_transpose_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | None]:
+def _conv_transpose_grad(op: Recorder, node: ForeignNode) -> Sequence[ir.Value | None]:
     dx, dw = node.gradients(op, "ConvTranspose", [1, 2])
     dy = node.input(0)
     others = [axis for axis in range(op.rank(dy)) if axis != 1] if node.wants(2) else []
@@ -227,7 +153,7 @@ def _conv_transpose_grad(op: Recorder, node: Foreign) -> Sequence[ir.Value | Non
 
 
 @_translation("SoftmaxCrossEntropyLossInternal")
-def _softmax_cross_entropy_loss_internal(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy_loss_internal(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     loss, log_prob = op.SoftmaxCrossEntropyLoss(
         *(node.input(0), node.input(1), node.optional(2)),
         reduction=node.attribute("reduction", "mean"),
@@ -238,7 +164,7 @@ def _softmax_cross_entropy_loss_internal(op: Recorder, node: Foreign) -> Sequenc
 
 
 @_translation("SoftmaxCrossEntropyLossInternalGrad")
-def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: Foreign) -> ir.Value:
+def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: ForeignNode) -> ir.Value:
     d_logits = op.SoftmaxCrossEntropyLossGrad(
         *(node.input(0), node.input(1), node.input(2), node.optional(3)),
         reduction=node.attribute("reduction", "mean"),
@@ -248,7 +174,7 @@ def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: Foreign) -> ir
     return d_logits if bias is None else d_logits + bias
 
 
-def _ignored(node: Foreign, i: int) -> int | None:
+def _ignored(node: ForeignNode, i: int) -> int | None:
     import onnx_ir as ir
 
     value = node.optional(i)
@@ -260,13 +186,13 @@ def _ignored(node: Foreign, i: int) -> int | None:
     return int(tensor.numpy().reshape(-1)[0])
 
 
-def _in_output_type(op: Recorder, node: Foreign, value: ir.Value) -> ir.Value:
+def _in_output_type(op: Recorder, node: ForeignNode, value: ir.Value) -> ir.Value:
     wanted = node.node.attributes.get("output_type")
     return value if wanted is None else op.Cast(value, to=wanted.as_int())
 
 
 @_translation("SoftmaxCrossEntropy")
-def _softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _softmax_cross_entropy(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     """The loss for labels that are distributions over the classes along the last axis."""
     log_prob = op.LogSoftmax(node.input(0), axis=-1)
     total = -op.ReduceSum(node.input(1) * log_prob, keepdims=0)
@@ -274,14 +200,14 @@ def _softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
 
 
 @_translation("SoftmaxCrossEntropyGrad")
-def _softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> ir.Value:
+def _softmax_cross_entropy_grad(op: Recorder, node: ForeignNode) -> ir.Value:
     log_prob = node.input(1)
     factor = op.Reshape(node.input(0), np.zeros(0, np.int64)) / _rows(op, node, log_prob)
     return (op.Exp(log_prob) - node.input(2)) * factor
 
 
 @_translation("SparseSoftmaxCrossEntropy")
-def _sparse_softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Value]:
+def _sparse_softmax_cross_entropy(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     """The loss for labels that are indices of classes along the last axis, with a weight per sample."""
     log_prob, label, weight = op.LogSoftmax(node.input(0), axis=-1), node.input(1), node.optional(2)
     chosen = op.GatherElements(log_prob, op.Unsqueeze(label, [-1]), axis=-1)
@@ -291,7 +217,7 @@ def _sparse_softmax_cross_entropy(op: Recorder, node: Foreign) -> Sequence[ir.Va
 
 
 @_translation("SparseSoftmaxCrossEntropyGrad")
-def _sparse_softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> ir.Value:
+def _sparse_softmax_cross_entropy_grad(op: Recorder, node: ForeignNode) -> ir.Value:
     log_prob, label, weight = node.input(1), node.input(2), node.optional(3)
     factor = op.Reshape(node.input(0), np.zeros(0, np.int64)) / _rows(op, node, log_prob, weight)
     if weight is not None:
@@ -301,7 +227,7 @@ def _sparse_softmax_cross_entropy_grad(op: Recorder, node: Foreign) -> ir.Value:
     return op.ScatterElements(p, index, one_less, axis=-1) * factor
 
 
-def _rows(op: Recorder, node: Foreign, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:
+def _rows(op: Recorder, node: ForeignNode, log_prob: ir.Value, weight: ir.Value | None = None) -> ir.Value:
     """The divisor of the sum of the losses."""
     reduction = node.attribute("reduction", "mean")
     if reduction not in ("mean", "sum"):

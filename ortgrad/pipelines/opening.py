@@ -8,8 +8,8 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.dialects.gradient_operator import expand_gradient_operator
-from ortgrad.dialects.training import write_in_standard_onnx
 from ortgrad.dialects.training_nodes import adopt_training_nodes
+from ortgrad.dialects.translate import translate_training_operators
 from ortgrad.graph.serialization import read
 from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.complete import complete
@@ -23,7 +23,7 @@ OPENING: tuple[Pass, ...] = (
     complete,
     at_minimum_opset,
     drop_empty_inputs,
-    write_in_standard_onnx,
+    translate_training_operators,
     expand_gradient_operator,
 )
 
