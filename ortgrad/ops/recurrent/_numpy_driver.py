@@ -100,6 +100,12 @@ def rows(array: np.ndarray) -> np.ndarray:
     return array.reshape(steps * batch, n)
 
 
+def each_gate(array: np.ndarray, count: int) -> list[np.ndarray]:
+    """Views of [..., gates * hidden], one for each of so many gates."""
+    hidden = array.shape[-1] // count
+    return [array[..., i * hidden : (i + 1) * hidden] for i in range(count)]
+
+
 def _without(padding: np.ndarray | None, array: np.ndarray) -> np.ndarray:
     if padding is None:
         return array
@@ -116,13 +122,15 @@ def _run_steps(
     Returns the final states.
     """
     weighted, step = steps
-    old, padding = direction.initial, direction.padding
-    for t in reversed(range(len(weighted))) if direction.reverse else range(len(weighted)):
-        new = [after[t] for after in states]
-        step(weighted[t], gates[t], old, new)
+    order = slice(None, None, -1) if direction.reverse else slice(None)
+    padding = None if direction.padding is None else iter(direction.padding[order, :, None])
+    old: Sequence[np.ndarray] = direction.initial
+    for a, activated, *new in zip(weighted[order], gates[order], *(s[order] for s in states), strict=True):
+        step(a, activated, old, new)
         if padding is not None:
-            for before, after in zip(old, new, strict=True):
-                np.copyto(after, before, where=padding[t, :, None])
+            ended = next(padding)
+            for i, state in enumerate(new):
+                np.copyto(state, old[i], where=ended)
         old = new
     return old
 

@@ -25,7 +25,7 @@ from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
-from ortgrad.ops.recurrent._numpy_driver import rows
+from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import transposed
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ _READ_BACK = _READ | {"HAll": "states", "ZRH": "gates", "dHAll": "states", "dHFi
 
 @dataclass(frozen=True)
 class GRUCell(Cell):
+    """The update gate z, the reset gate r and the candidate h, in this order."""
+
     gate_count = 3
     default_activations = ("Sigmoid", "Tanh")
     training_outputs = ("states", "state", "gates")
@@ -191,30 +193,35 @@ class _Backward(in_numpy.Backward):
         factors, factors_h = self._factors(block)
         if v.padding is not None:
             gates[block, :, :hidden][v.padding[block]] = 1
-        r, r_zr, r_h = v.r, v.r[self.zr], v.r[self.h]
+        z, r, _ = each_gate(gates, 3)
         rest, through, product = np.empty((3, batch, hidden), da.dtype)
 
-        def linear_step(t: int) -> None:
-            np.multiply(dh, gates[t, :, :hidden], out=rest)
-            np.multiply(dh, factors_h[t - start], out=kept[t])
-            np.multiply(dh[:, None], factors[t - start], out=da[t].reshape(batch, 3, hidden))
-            np.matmul(da[t], r, out=dh)
-            np.add(dh, rest, out=dh)
+        if self.cell.linear_before_reset:
+            dh_for_gates, da_by_gate = dh[:, None], da.reshape(*da.shape[:2], 3, hidden)
+
+            def linear_step(t: int) -> None:
+                np.multiply(dh, z[t], out=rest)
+                np.multiply(dh, factors_h[t - start], out=kept[t])
+                np.multiply(dh_for_gates, factors[t - start], out=da_by_gate[t])
+                np.matmul(da[t], v.r, out=dh)
+                np.add(dh, rest, out=dh)
+
+            return linear_step
+
+        r_zr, r_h = v.r[self.zr], v.r[self.h]
+        da_zr, (daz, dar, dah) = da[:, :, self.zr], each_gate(da, 3)
+        factors_z, factors_r = factors[:, :, 0], factors[:, :, 1]
 
         def reset_step(t: int) -> None:
-            z_gate, r_gate, _ = gates[t].reshape(batch, 3, hidden).swapaxes(0, 1)
-            factor_z, factor_r, factor_h = factors[t - start].swapaxes(0, 1)
-            daz, dar, dah = da[t].reshape(batch, 3, hidden).swapaxes(0, 1)
-            np.multiply(dh, z_gate, out=rest)
-            np.multiply(dh, factor_z, out=daz)
-            np.multiply(dh, factor_h, out=dah)
-            np.matmul(dah, r_h, out=through)
-            np.add(rest, np.multiply(through, r_gate, out=product), out=rest)
-            np.multiply(through, factor_r, out=dar)
-            np.matmul(da[t, :, self.zr], r_zr, out=dh)
+            np.multiply(dh, z[t], out=rest)
+            np.multiply(dh, factors_z[t - start], out=daz[t])
+            np.matmul(np.multiply(dh, factors_h[t - start], out=dah[t]), r_h, out=through)
+            np.add(rest, np.multiply(through, r[t], out=product), out=rest)
+            np.multiply(through, factors_r[t - start], out=dar[t])
+            np.matmul(da_zr[t], r_zr, out=dh)
             np.add(dh, rest, out=dh)
 
-        return linear_step if self.cell.linear_before_reset else reset_step
+        return reset_step
 
     def _factors(self, block: slice) -> tuple[np.ndarray, np.ndarray]:
         """What the gradients are multiples of, [steps, batch, 3, hidden].
@@ -226,7 +233,7 @@ class _Backward(in_numpy.Backward):
         gates, state, kept = self.saved.gates[block], self.previous[0][block], self.kept[block]
         hidden = state.shape[2]
         gate_function, state_function = v.activations
-        z_gate, r_gate, h_gate = (gates[:, :, i * hidden : (i + 1) * hidden] for i in range(3))
+        z_gate, r_gate, h_gate = each_gate(gates, 3)
         if not cell.linear_before_reset:
             np.multiply(r_gate, state, out=kept)
         factors = np.empty((*state.shape[:2], 3, hidden), gates.dtype)

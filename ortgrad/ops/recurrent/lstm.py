@@ -29,7 +29,7 @@ from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
-from ortgrad.ops.recurrent._numpy_driver import rows
+from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import total, transposed, unless_ended
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ _READ_BACK = _READ | _SAVED | {"dHAll": "states", "dHFinal": "state", "dCFinal":
 
 @dataclass(frozen=True)
 class LSTMCell(Cell):
+    """The input, output and forget gates i, o and f and the candidate c, in this order."""
+
     gate_count = 4
     default_activations = ("Sigmoid", "Tanh", "Tanh")
     training_outputs = ("states", "state", "state", "states", "gates")
@@ -164,7 +166,7 @@ def _forward_step(cell: LSTMCell, v: in_numpy.Direction) -> tuple[np.ndarray, in
         (state, memory), (new_state, new_memory) = states, new
         np.matmul(state, r, out=recurrent)
         np.add(a, recurrent, out=gates)
-        i, o, f, c = (gates[:, k * hidden : (k + 1) * hidden] for k in range(4))
+        i, o, f, c = each_gate(gates, 4)
         if p is not None:
             i += np.multiply(memory, p[0], out=product)
             f += np.multiply(memory, p[2], out=product)
@@ -206,12 +208,13 @@ class _Backward(in_numpy.Backward):
         r, padding, (_, batch, hidden) = v.r, v.padding, v.sizes
         factors, through_state, through_cell = self._factors(block)
         into_cell, before = np.empty((2, batch, hidden), da.dtype)
+        dc_for_gates, da_by_gate = dc[:, None], da.reshape(*da.shape[:2], 4, hidden)
+        factors_o, dao = factors[:, :, 1], da_by_gate[:, :, 1]
 
         def step(t: int) -> None:
-            gates, factor = da[t].reshape(batch, 4, hidden), factors[t - start]
             np.add(dc, np.multiply(dh, through_state[t - start], out=into_cell), out=dc)
-            np.multiply(dc[:, None], factor, out=gates)
-            np.multiply(dh, factor[:, 1], out=gates[:, 1])
+            np.multiply(dc_for_gates, factors[t - start], out=da_by_gate[t])
+            np.multiply(dh, factors_o[t - start], out=dao[t])
             if padding is None:
                 np.matmul(da[t], r, out=dh)
             else:
@@ -232,7 +235,7 @@ class _Backward(in_numpy.Backward):
         gates, seen = self.saved.gates[block], [cells[block] for cells in self.seen]
         old_cell, state = seen[0], seen[1].copy()
         hidden = state.shape[2]
-        i, o, f, c = (gates[:, :, k * hidden : (k + 1) * hidden] for k in range(4))
+        i, o, f, c = each_gate(gates, 4)
         state_function.apply(state)
         factors = np.empty((*state.shape[:2], 4, hidden), gates.dtype)
         flat = factors.reshape(gates.shape)
@@ -243,8 +246,8 @@ class _Backward(in_numpy.Backward):
             a = v.weighted_inputs(block)
             rows(a)[...] += rows(self.previous[0][block]) @ v.r.T
             if p is not None:
-                for k, cells in enumerate(seen):
-                    a[:, :, k * hidden : (k + 1) * hidden] += cells * p[k]
+                for a_gate, cells, weights in zip(each_gate(a, 4), seen, p, strict=False):
+                    a_gate += cells * weights
             flat[np.abs(a, out=a) > self.cell.clip] = 0
         through_cell = f.copy()
         if self.cell.input_forget:
@@ -270,10 +273,8 @@ class _Backward(in_numpy.Backward):
 
     def put_peephole_gradient(self, dp: np.ndarray) -> None:
         """Fill the gradient of the peepholes, [3 * hidden]."""
-        hidden = len(dp) // 3
-        for k, cells in enumerate(self.seen):
-            gate = slice(k * hidden, (k + 1) * hidden)
-            np.einsum("tbh,tbh->h", self.da[:, :, gate], cells, out=dp[gate])
+        for da, cells, part in zip(each_gate(self.da, 4), self.seen, each_gate(dp, 3), strict=False):
+            np.einsum("tbh,tbh->h", da, cells, out=part)
 
 
 def _onnx_forward_step(v: in_onnx.Direction) -> tuple[Sequence[ir.Value], in_onnx.Step]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 class RNNCell(Cell):
+    """H = f(X W^T + H' R^T + biases)"""
+
     gate_count = 1
     default_activations = ("Tanh",)
 
