@@ -72,16 +72,7 @@ def _softplus_slope(y: np.ndarray, out: np.ndarray, alpha: float, beta: float) -
 
 def _onnx_step(op: Recorder, condition: ir.Value, like: ir.Value, scale: float = 1.0) -> ir.Value:
     step = op.CastLike(condition, like)
-    return step if scale == 1.0 else op.Mul(step, scale)
-
-
-def _onnx_softplus(op: Recorder, x: ir.Value) -> ir.Value:
-    # max(x, 0) + log(1 + exp(-|x|)); no exponential overflows.
-    return op.Add(op.Relu(x), op.Log(op.Add(op.Exp(op.Neg(op.Abs(x))), 1.0)))
-
-
-def _onnx_clip(op: Recorder, value: ir.Value, low: float, high: float) -> ir.Value:
-    return op.Clip(value, op.number(low, value), op.number(high, value))
+    return step if scale == 1.0 else step * scale
 
 
 _MUST_BE_GIVEN = float("nan")
@@ -91,13 +82,13 @@ FUNCTIONS = {
         _sigmoid,
         _sigmoid_slope,
         lambda op, x, a, b: op.Sigmoid(x),
-        lambda op, y, a, b: op.Mul(y, op.Sub(1.0, y)),
+        lambda op, y, a, b: y * (1.0 - y),
     ),
     "Tanh": Function(
         lambda x, a, b: np.tanh(x, out=x),
         _tanh_slope,
         lambda op, x, a, b: op.Tanh(x),
-        lambda op, y, a, b: op.Sub(1.0, op.Mul(y, y)),
+        lambda op, y, a, b: 1.0 - y * y,
     ),
     "Relu": Function(
         lambda x, a, b: np.maximum(x, 0, out=x),
@@ -108,7 +99,7 @@ FUNCTIONS = {
     "Affine": Function(
         lambda x, a, b: np.add(np.multiply(x, a, out=x), b, out=x),
         lambda y, out, a, b: np.copyto(out, a),
-        lambda op, x, a, b: op.Add(op.Mul(x, a), b),
+        lambda op, x, a, b: x * a + b,
         lambda op, y, a, b: op.full_like(y, a),
         alpha=_MUST_BE_GIVEN,
         beta=_MUST_BE_GIVEN,
@@ -116,8 +107,8 @@ FUNCTIONS = {
     "LeakyRelu": Function(
         lambda x, a, b: np.multiply(x, a, out=x, where=x < 0),
         lambda y, out, a, b: np.copyto(out, np.where(y > 0, 1, a)),
-        lambda op, x, a, b: op.Where(op.Less(x, 0.0), op.Mul(x, a), x),
-        lambda op, y, a, b: op.Add(_onnx_step(op, op.Greater(y, 0.0), y, 1 - a), a),
+        lambda op, x, a, b: op.Where(op.Less(x, 0.0), x * a, x),
+        lambda op, y, a, b: _onnx_step(op, op.Greater(y, 0.0), y, 1 - a) + a,
         alpha=0.01,
         invertible=lambda alpha: alpha >= 0,
     ),
@@ -132,8 +123,8 @@ FUNCTIONS = {
     "ScaledTanh": Function(
         lambda x, a, b: np.multiply(np.tanh(np.multiply(x, b, out=x), out=x), a, out=x),
         _scaled_tanh_slope,
-        lambda op, x, a, b: op.Mul(op.Tanh(op.Mul(x, b)), a),
-        lambda op, y, a, b: op.Sub(a * b, op.Mul(op.Mul(y, y), b / a)),
+        lambda op, x, a, b: op.Tanh(x * b) * a,
+        lambda op, y, a, b: a * b - y * y * (b / a),
         alpha=_MUST_BE_GIVEN,
         beta=_MUST_BE_GIVEN,
         invertible=lambda alpha: alpha != 0,
@@ -141,7 +132,7 @@ FUNCTIONS = {
     "HardSigmoid": Function(
         lambda x, a, b: np.clip(np.add(np.multiply(x, a, out=x), b, out=x), 0, 1, out=x),
         lambda y, out, a, b: np.multiply((y > 0) & (y < 1), a, out=out),
-        lambda op, x, a, b: _onnx_clip(op, op.Add(op.Mul(x, a), b), 0.0, 1.0),
+        lambda op, x, a, b: op.Clip(x * a + b, op.number(0.0, x), op.number(1.0, x)),
         lambda op, y, a, b: _onnx_step(op, op.And(op.Greater(y, 0.0), op.Less(y, 1.0)), y, a),
         alpha=0.2,
         beta=0.5,
@@ -149,22 +140,23 @@ FUNCTIONS = {
     "Elu": Function(
         lambda x, a, b: np.copyto(x, a * np.expm1(np.minimum(x, 0)), where=x < 0),
         lambda y, out, a, b: np.copyto(out, np.where(y > 0, 1, y + a)),
-        lambda op, x, a, b: op.Where(op.Less(x, 0.0), op.Mul(op.Sub(op.Exp(op.Min(x, 0.0)), 1.0), a), x),
-        lambda op, y, a, b: op.Where(op.Greater(y, 0.0), op.number(1.0, y), op.Add(y, a)),
+        lambda op, x, a, b: op.Where(op.Less(x, 0.0), (op.Exp(op.Min(x, 0.0)) - 1.0) * a, x),
+        lambda op, y, a, b: op.Where(op.Greater(y, 0.0), op.number(1.0, y), y + a),
         alpha=1.0,
         invertible=lambda alpha: alpha >= 0,
     ),
     "Softsign": Function(
         lambda x, a, b: np.divide(x, 1 + np.abs(x), out=x),
         _softsign_slope,
-        lambda op, x, a, b: op.Div(x, op.Add(op.Abs(x), 1.0)),
-        lambda op, y, a, b: op.Mul(op.Sub(1.0, op.Abs(y)), op.Sub(1.0, op.Abs(y))),
+        lambda op, x, a, b: x / (op.Abs(x) + 1.0),
+        lambda op, y, a, b: (1.0 - op.Abs(y)) * (1.0 - op.Abs(y)),
     ),
     "Softplus": Function(
         lambda x, a, b: np.logaddexp(0, x, out=x),
         _softplus_slope,
-        lambda op, x, a, b: _onnx_softplus(op, x),
-        lambda op, y, a, b: op.Sub(1.0, op.Exp(op.Neg(y))),
+        # No exponential overflows.
+        lambda op, x, a, b: op.Relu(x) + op.Log(op.Exp(-op.Abs(x)) + 1.0),
+        lambda op, y, a, b: 1.0 - op.Exp(-y),
     ),
 }
 _BY_LOWER_CASE = {name.lower(): name for name in FUNCTIONS}
@@ -196,18 +188,16 @@ class Activation:
 
 
 def parse_activations(
-    names: Sequence[str] | None,
+    names: Sequence[str],
     alphas: Sequence[float] | None,
     betas: Sequence[float] | None,
-    default: Sequence[str],
-    directions: int,
     *,
     gradient: bool,
-) -> list[tuple[Activation, ...]]:
-    """The activations of each direction; alphas and betas go to those that take one, in order."""
-    names = names or [*default] * directions
-    if len(names) != len(default) * directions:
-        raise NodeError(f"activations has {len(names)} names; there must be {len(default) * directions}")
+) -> list[Activation]:
+    """The activations of these names; alphas and betas go to those that take one, in order.
+
+    For `gradient`, the derivative of each must follow from its output.
+    """
     rest = {"alpha": list(alphas or ()), "beta": list(betas or ())}
     result = []
     for given in names:
@@ -227,4 +217,4 @@ def parse_activations(
                 "cannot be told from its output"
             )
         result.append(Activation(name, **values))
-    return [tuple(result[i : i + len(default)]) for i in range(0, len(result), len(default))]
+    return result

@@ -1,4 +1,4 @@
-"""The rule of RNN, in standard ONNX operators.
+"""The gradient rule of RNN, in standard ONNX operators.
 
 With dH for the gradient of a step's new state H and a for what goes into the activation f,
 
@@ -9,68 +9,54 @@ where f' is told from H, so the forward node need not save anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.ops.recurrent._cells import Cell, Values, attributes_of, join, outer, scan, within_clip
+from ortgrad.ops.recurrent._cell import Cell, Operands, Saved, attributes_of
+from ortgrad.ops.recurrent._onnx_driver import (
+    Body,
+    Direction,
+    GateGradients,
+    Results,
+    scan_backward,
+    unless_ended,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
 
 
+class RNNCell(Cell):
+    """H = f(X W^T + H' R^T + biases)"""
+
+    gate_count = 1
+    default_activations = ("Tanh",)
+
+
 @gradient("RNN")
 def rnn_gradient(node: ForwardNode) -> Gradients:
-    op = node.op
-    attributes = attributes_of(node)
-    cell = Cell.parse(["Tanh"], **attributes, gradient=True)
+    cell = RNNCell.read(**attributes_of(node), gradient=True)
     x, w, r = (node.input(i) for i in range(3))
-    b, sl, h0 = (node.optional(i) for i in (3, 4, 5))
-    parts = []
-    for d, v in enumerate(Values.read(op, cell, 1, x, w, r, b, sl, h0)):
-        states = v.sequence(op, cell, node.output(0), d)
-        dhs = v.sequence(op, cell, node.optional_grad(0), d)
-        dh = v.initial_gradient(op, cell, node.optional_grad(1), d)
-        parts.append(_backward(op, cell, v, states, dhs, dh))
-    dx, dw, dr, db, dh0 = zip(*parts, strict=True)
-    return (
-        cell.onnx_as_asked(op, dx[0] if len(dx) == 1 else op.Add(*dx), 1),
-        join(op, dw),
-        join(op, dr),
-        join(op, db),
-        None,
-        cell.onnx_as_asked(op, join(op, dh0), 1),
-    )
+    b, lengths, h0 = (node.optional(i) for i in range(3, 6))
+    states = node.add_output(0)
+    saved = Saved([states], states, node.optional_grad(0), [node.optional_grad(1)])
+    body = Body(node.op, cell, wanted=(True,) * 5)
+    dx, dw, dr, db, dh0 = body.backward(Operands(x, w, r, b, lengths, [h0]), saved, _backward)
+    return dx, dw, dr, db, None, dh0
 
 
-def _backward(
-    op: Recorder, cell: Cell, v: Values, states: ir.Value, dh_all: ir.Value | None, dh: ir.Value
-) -> Sequence[ir.Value]:
-    (function,) = v.activations
-    previous = v.previous(op, states, v.h0)
-    slope = function.onnx_slope(op, states)
-    if cell.clip is not None:
-        a = op.Add(v.weighted(op, v.bias(op)), op.MatMul(previous, op.Transpose(v.r, perm=[1, 0])))
-        slope = within_clip(op, cell, a, slope)
-    optional = [value for value in (dh_all, v.valid) if value is not None]
+def _backward(v: Direction, saved: Saved[ir.Value]) -> GateGradients:
+    previous = v.states_before(saved.states[0], v.initial[0])
+    a = None if v.cell.clip is None else v.into_activations(previous)
+    slope = v.slope(v.activations[0], saved.gates, a)
 
-    def step(op: Recorder, dh: ir.Value, slope: ir.Value, *optional: ir.Value) -> Sequence[ir.Value]:
-        dh = dh if dh_all is None else op.Add(dh, optional[0])
-        da = op.Mul(dh, slope)
-        before = op.MatMul(da, v.r)
-        return before if v.valid is None else op.Where(optional[-1], before, dh), da
+    def step(op: Recorder, gradients: Sequence[ir.Value], slope: ir.Value, *valid: ir.Value) -> Results:
+        (dh,) = gradients
+        da = dh * slope
+        return [unless_ended(op, op.MatMul(da, v.r), dh, valid)], [da]
 
-    if dh_all is not None:
-        optional[0] = v.keep_valid(op, dh_all)
-    dh0, da = scan(op, not v.reverse, [dh], [v.keep_valid(op, slope), *optional], step)
-    sums = op.ReduceSum(da, [0, 1], keepdims=0)
-    return (
-        op.MatMul(da, v.w),
-        outer(op, da, v.keep_valid(op, v.x)),
-        outer(op, da, previous),
-        op.Concat(sums, sums, axis=0),
-        dh0,
-    )
+    d_initial, (da,) = scan_backward(v, saved, [slope, *v.valid], step)
+    return GateGradients(d_initial, da, da, [(da, previous)])
