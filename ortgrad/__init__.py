@@ -3,7 +3,7 @@
 from ortgrad import nodes
 from ortgrad import ops as _ops  # noqa: F401  (importing it declares the operators)
 from ortgrad.autodiff.rules import gradient
-from ortgrad.check.gradients import GradientCheck, check_gradients
+from ortgrad.check import GradientCheck, check_gradients
 from ortgrad.errors import (
     KernelError,
     ModelError,

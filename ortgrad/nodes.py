@@ -1,7 +1,10 @@
 """Node builders: one function per gradient operator, for people who assemble graphs themselves.
 
-    node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", "dB"], pads=[1, 1, 1, 1])
-    model = nodes.make_model(node, shapes={"X": ["N", 3, 8, 8]})
+    >>> from ortgrad import nodes
+    >>> node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", "dB"], pads=[1, 1, 1, 1])
+    >>> model = nodes.make_model(node, shapes={"X": ["N", 3, 8, 8], "W": [4, 3, 3, 3]})
+    >>> [value.name for value in model.graph.output]
+    ['dX', 'dW', 'dB']
 
 The builders are made from the operators' declarations; nodes.pyi lists them for editors.
 """

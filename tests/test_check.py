@@ -14,11 +14,11 @@ from onnx.reference import ReferenceEvaluator
 
 import ortgrad
 from ortgrad.autodiff.rules import ForwardNode, Gradients, Rule, _rules
-from ortgrad.check import gradients as check
 from ortgrad.check.differences import derivative
-from ortgrad.check.double import in_double
-from ortgrad.check.gradients import _differentiable
+from ortgrad.check.double_precision import in_double
 from ortgrad.check.randomness import with_fixed_draws, with_marked_draws
+from ortgrad.check.sessions import Backward
+from ortgrad.check.targets import differentiable
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 agraph (float[N,3] x, int64 k) => (float[N,3] y, int64 n, float[N,3] z)
@@ -206,10 +206,10 @@ def test_the_default_leaves_out_what_has_no_gradient() -> None:
         g (float[1,1,4] x) => (float[1,1,M] y) <float[3] scales = {1.0, 1.0, 2.0}>
         { y = Resize <mode = "linear"> (x, , scales) }"""
     )
-    assert _differentiable(model) == ["x"]
+    assert differentiable(model) == ["x"]
     # A Dropout and its gradient read the ratio.
-    assert "ratio" not in _differentiable(onnx.load(GOLDEN / "training" / "dropout.onnx"))
-    assert "scales" not in _differentiable(onnx.load(GOLDEN / "training" / "resize.onnx"))
+    assert "ratio" not in differentiable(onnx.load(GOLDEN / "training" / "dropout.onnx"))
+    assert "scales" not in differentiable(onnx.load(GOLDEN / "training" / "resize.onnx"))
     assert ortgrad.check_gradients(GOLDEN / "training" / "dropout.onnx", directions=1).ok
 
 
@@ -253,16 +253,16 @@ def test_every_wrong_gradient_is_found(name: str, mutation: str, monkeypatch: py
     else:
         model = onnx.load((GOLDEN if "/" in name else MODELS) / name)
     wrt = ["x", "w"] if "/" in name else None
-    right, sessions, passes = check._Gradients.run, list[object](), {0}
+    right, sessions, passes = Backward.run, list[object](), {0}
 
-    def mutated(self: check._Gradients, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def mutated(self: Backward, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if self not in sessions:
             sessions.append(self)
         found = right(self, feeds)
         chosen = sessions.index(self) in passes
         return {k: MUTATIONS[mutation](g) if chosen else g for k, g in found.items()}
 
-    monkeypatch.setattr(check._Gradients, "run", mutated)
+    monkeypatch.setattr(Backward, "run", mutated)
     for which in ({0}, {1}, {0, 1}) if name == "mlp.onnx" else ({0, 1},):
         passes = which
         sessions.clear()

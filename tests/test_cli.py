@@ -15,9 +15,8 @@ import pytest
 from onnx import numpy_helper
 
 import ortgrad
-from ortgrad.check import gradients as check
-from ortgrad.cli import commands as cli
-from ortgrad.cli import demo, main
+from ortgrad.check.sessions import Backward
+from ortgrad.cli import demo, exit_codes, files, main
 from ortgrad.cli.progress import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +94,7 @@ def test_weights_are_kept_once(tmp_path: Path) -> None:
 
 def test_large_models_have_their_weights_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "backward.onnx"
-    monkeypatch.setattr(cli, "LARGEST_FILE", 1000)
+    monkeypatch.setattr(files, "LARGEST_FILE", 1000)
     for _ in range(2):  # the second time over the first
         assert main(["grad", CNN, "-o", str(output)]) == 0
         tensors = onnx.load(output, load_external_data=False).graph.initializer
@@ -138,9 +137,9 @@ def test_check_with_a_progress_bar(folder: Path, capsys: pytest.CaptureFixture[s
 def test_check_of_wrong_gradients(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = check._Gradients.run
+    right = Backward.run
     monkeypatch.setattr(
-        check._Gradients, "run", lambda *arguments: {k: 1.1 * g for k, g in right(*arguments).items()}
+        Backward, "run", lambda *arguments: {k: 1.1 * g for k, g in right(*arguments).items()}
     )
     assert main(["check", str(folder / "regression.onnx"), "--wrt", "w"]) == 1
     assert "w  WRONG" in capsys.readouterr().out
@@ -253,7 +252,7 @@ def test_exit_code_of_bad_files(
     monkeypatch.chdir(folder)
     (folder / "bytes.onnx").write_bytes(bytes(range(256)))
     np.savez(folder / "feeds.npz", x=np.ones(3))
-    assert main([command, file, *COMMANDS[command]]) == cli.FAILED == 2
+    assert main([command, file, *COMMANDS[command]]) == exit_codes.FAILED == 2
     out, err = capfd.readouterr()
     assert err.startswith("ortgrad: ") and err.count("\n") == 1 and out == ""
     assert not (folder / "out.onnx").exists()
@@ -277,10 +276,12 @@ def test_exit_code_of_a_bug(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, f"_{command}", broken)
+    monkeypatch.setattr(f"ortgrad.cli.{command}.command", broken)
     assert main([command, str(folder / "regression.onnx"), *COMMANDS[command]]) == 4
     assert "ZeroDivisionError" in capsys.readouterr().err
-    monkeypatch.setattr(cli, f"_{command}", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(
+        f"ortgrad.cli.{command}.command", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
+    )
     assert main([command, str(folder / "regression.onnx"), *COMMANDS[command]]) == 130
 
 

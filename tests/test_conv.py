@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support import KERNELS, assert_close, directional_derivative, run_node
 
 import ortgrad
-from ortgrad.ops._windows import windows
-from ortgrad.ops.conv import conv
+from ortgrad.ops.conv import _body
+from ortgrad.ops.conv.conv import conv_grad
 
 CONVOLUTIONS = {
     1: torch.nn.functional.conv1d,
@@ -223,7 +223,7 @@ def test_large_kernels(case: str, kernels: str, known: bool) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_bodies_for_many_taps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of the body that large kernels have, for kernels of any size."""
-    monkeypatch.setattr(conv, "_MANY_TAPS", 0)
+    monkeypatch.setattr(_body, "_MANY_TAPS", 0)
     x_shape, w_shape, attributes = CASES[case]
     feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
     gradients = expected(feeds, attributes)
@@ -267,26 +267,6 @@ def test_only_what_is_wanted(case: str, outputs: list[str], kernels: str) -> Non
     for name, gradient in expected(feeds, attributes).items():
         if name in result:
             assert_close(result[name], gradient, 1e-5)
-
-
-@pytest.mark.parametrize("limit", [1, 100, 1000])
-@pytest.mark.parametrize("through", [conv._through_columns_of_dy, conv._through_columns_of_x])
-@pytest.mark.parametrize("case", [case for case in CASES if "empty" not in case])
-def test_both_ways_in_blocks_of_any_size(
-    case: str, through: Any, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conv, "_DY_COLUMN_ELEMENTS", limit)
-    monkeypatch.setattr(conv, "_X_COLUMN_ELEMENTS", limit)
-    monkeypatch.setattr(conv, "_POINTWISE_COLUMNS", limit)
-    x_shape, w_shape, attributes = CASES[case]
-    feeds = make_feeds(x_shape, w_shape, attributes, np.float64)
-    rest = {name: value for name, value in attributes.items() if name != "group"}
-    win = windows(x_shape[2:], w_shape[2:], **rest)
-    gradients = expected(feeds, attributes)
-    dx, dw = (np.full_like(feeds[name], np.nan) for name in ("X", "W"))
-    through(*(feeds[name] for name in ("dY", "X", "W")), win, attributes.get("group", 1), dx, dw)
-    assert_close(dx, gradients["dX"], 1e-12)
-    assert_close(dw, gradients["dW"], 1e-12)
 
 
 @st.composite
@@ -406,13 +386,8 @@ def test_bad_input(case: str) -> None:
     good = {"dY": [1, 2, 3, 3], "X": [1, 2, 5, 5], "W": [2, 2, 3, 3]}
     arrays = [np.ones(shape, np.float32) for shape in shapes.values()]
     with pytest.raises(ValueError, match=text):
-        ortgrad.ops.conv.conv.conv_grad(*arrays, **attributes)
-    assert ortgrad.ops.conv.conv.conv_grad(*(np.ones(s, np.float32) for s in good.values()))[0].shape == (
-        1,
-        2,
-        5,
-        5,
-    )
+        conv_grad(*arrays, **attributes)
+    assert conv_grad(*(np.ones(s, np.float32) for s in good.values()))[0].shape == (1, 2, 5, 5)
 
 
 def test_bad_input_in_a_session() -> None:

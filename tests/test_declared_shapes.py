@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper
 
 import ortgrad
@@ -212,3 +213,44 @@ def test_defaults_that_can_be_fed_prove_nothing() -> None:
     expected = seed.copy().reshape(2, 6)
     expected[1, 5] -= seed.sum()
     np.testing.assert_allclose(ortgrad.InferenceSession(built, quiet()).run(None, feeds)[1], expected)
+
+
+@pytest.mark.parametrize("way", ["auto", "python", "onnx", "plain", "not optimised"])
+@pytest.mark.parametrize("scanned", ["float[3] part", "float part"])
+@pytest.mark.parametrize(("before", "after"), [("float[2,3]", "float"), ("float", "float[2,3]")])
+def test_states_of_a_scan(before: str, after: str, scanned: str, way: str) -> None:
+    """Where nothing proves a rank, that of a Scan's states is the one by which onnxruntime allocates them."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 18]> g (float[6] x, int64[K] shape, float[4,3] s)
+        => (float[4,3] y) {{
+            start = Reshape(x, shape)
+            last, y = Scan<num_scan_inputs = 1, body = b ({before} state, {scanned})
+                => ({after} next, float[3] out) {{
+                    m = Mul(state, part) next = Tanh(m)
+                    out = ReduceSum<keepdims = 0>(next, axis) }}>(start, s)
+        }}"""
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "axis"))
+    for value in (*model.graph.node[1].attribute[1].g.input, *model.graph.node[1].attribute[1].g.output):
+        if not value.type.tensor_type.shape.dim:
+            value.type.tensor_type.ClearField("shape")
+    built = ortgrad.build_gradient_model(model, wrt=["x", "s"], of="y")
+    if way in ("plain", "not optimised"):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if way == "not optimised":
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = onnxruntime.InferenceSession(built.SerializeToString(), options)
+    else:
+        session = ortgrad.InferenceSession(built, kernels=way)
+    rng = np.random.default_rng(0)
+    x, s, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((6,), (4, 3), (4, 3)))
+    results = session.run(["x_grad", "s_grad"], {"x": x, "shape": np.array([2, 3]), "s": s, "y_grad": dy})
+    leaves = [torch.tensor(array, dtype=torch.float64, requires_grad=True) for array in (x, s)]
+    state, total = leaves[0].reshape(2, 3), torch.tensor(0.0, dtype=torch.float64)
+    for part, weight in zip(leaves[1], torch.tensor(dy), strict=True):
+        state = torch.tanh(state * part)
+        total = total + (state.sum(0) * weight).sum()
+    total.backward()
+    for result, leaf in zip(results, leaves, strict=True):
+        np.testing.assert_allclose(result, leaf.grad.numpy(), rtol=1e-4, atol=1e-6)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from ortgrad.errors import RegistrationError
+from ortgrad.operators.declaration import find_anywhere
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -54,6 +55,11 @@ def gradient(*op_types: str, domain: str = "", broadcasts: bool = False) -> Call
 
     With `broadcasts`, every gradient may have the shape of the (broadcast) output; it is summed to the shape
     of its input.
+
+    >>> import ortgrad
+    >>> @ortgrad.gradient("Square", domain="my.domain")
+    ... def square_gradient(node):
+    ...     return node.grad(0) * (node.input(0) * 2.0)
     """
 
     def declare(function: _Rule) -> _Rule:
@@ -211,6 +217,12 @@ class ForwardNode:
     def attribute(self, name: str) -> Any:
         """An attribute as Python data: the schema's default if the node leaves it out, None without one."""
         return self.attributes.get(name)
+
+    def attributes_for(self, op_type: str) -> dict[str, Any]:
+        """The attributes that a gradient operator declares as well, to pass them on to it."""
+        declared = find_anywhere(op_type)
+        assert declared is not None, op_type
+        return {name: self.attributes[name] for name in declared.attributes if name in self.attributes}
 
     def rank(self, i: int = 0) -> int:
         """The number of dimensions of the i-th input."""

@@ -15,6 +15,7 @@ from ortgrad.errors import ModelError, NameNotFoundError
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import OF
 from ortgrad.graph.names import Names
+from ortgrad.graph.protos import all_graphs
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs, values_by_name
 from ortgrad.operators.call import EMPTY_PREFIX
 
@@ -164,13 +165,10 @@ def _weights_in_subgraphs(graph: ir.Graph, defined: Counter[str]) -> dict[str, i
 
 def _defined(graph: onnx.GraphProto) -> Counter[str]:
     """How often a name is given to a value in a graph and its subgraphs."""
-    found = Counter({value.name for value in (*graph.input, *graph.initializer)})
-    found.update(name for node in graph.node for name in node.output)
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
-                for inner in (attribute.g, *attribute.graphs):
-                    found += _defined(inner)
+    found: Counter[str] = Counter()
+    for inner in all_graphs(graph):
+        found.update({value.name for value in (*inner.input, *inner.initializer)})
+        found.update(name for node in inner.node for name in node.output)
     return found
 
 

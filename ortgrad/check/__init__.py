@@ -1,5 +1,6 @@
 """Gradients against finite differences."""
 
-from ortgrad.check.gradients import GradientCheck, check_gradients
+from ortgrad.check.gradients import check_gradients
+from ortgrad.check.result import GradientCheck
 
 __all__ = ["GradientCheck", "check_gradients"]

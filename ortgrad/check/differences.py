@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 RATIO = 4.0  # of one step to the next
 SAFETY = 5.0  # how many times the spread between steps a derivative may be off
+SINGLE_EPS = float(np.finfo(np.float32).eps)
 
 
-@dataclass(frozen=True)
-class Derivative:
+class Steps(NamedTuple):
+    """Steps of differences, relative to the size of a value.
+
+    `quick` is the one that is tried alone, `few` those that are tried before all others are.
+    """
+
+    every: tuple[float, ...]
+    quick: float
+    few: tuple[float, ...]
+
+
+_DOUBLE = tuple(1e-2 / RATIO**k for k in range(10))
+_SINGLE = tuple(1e-1 / RATIO**k for k in range(6))
+DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[5], _DOUBLE[3:7])
+# Large, for the rounding of a forward pass in single precision.
+SINGLE_STEPS = Steps(_SINGLE, _SINGLE[2], ())
+
+
+class Derivative(NamedTuple):
     """A derivative, how far it may be off, and how far the derivatives on the two sides are apart.
 
     `error` is infinite where the function is not finite. `jump` is 0 unless it is well above its own error.
@@ -21,6 +39,36 @@ class Derivative:
     value: float
     error: float
     jump: float
+
+
+class Differences:
+    """The derivative of `sum(function(t))` at 0, measured as precisely as a caller needs it.
+
+    `rounding` is the rounding error that a sum has at least.
+    """
+
+    def __init__(
+        self, function: Callable[[float], np.ndarray], steps: Steps, size: float, rounding: float
+    ) -> None:
+        self._function = function
+        self._steps = steps
+        self._size = size
+        self._rounding = rounding
+        self._measured: Derivative | None = None
+        step = steps.quick * size
+        self.quick = _total(function(step), function(-step)) / (2 * step)
+
+    def measure(self, enough: float) -> Derivative:
+        """The derivative from several steps, from few if its error is `enough`; computed once."""
+        if self._measured is None:
+            self._measured = self._derivative(self._steps.few) if self._steps.few else None
+            if self._measured is None or not self._measured.error <= enough:
+                self._measured = self._derivative(self._steps.every)
+        return self._measured
+
+    def _derivative(self, steps: Sequence[float]) -> Derivative:
+        scaled = [step * self._size for step in steps]
+        return derivative(self._function, scaled, self._rounding, plateaus=self._steps is SINGLE_STEPS)
 
 
 def derivative(
@@ -34,7 +82,7 @@ def derivative(
 
     The steps, four at least, decrease by `RATIO`. Truncation and kinks near 0 show in the large ones,
     rounding in the small ones. `rounding` is the rounding error of a sum that is expected at least. With
-    `plateaus`, steps that change nothing at all are rounding too, and say nothing.
+    `plateaus`, steps that change nothing at all are rounding too, and are ignored.
     """
     middle = function(0.0)
     central, jumps = [], []
@@ -45,26 +93,28 @@ def derivative(
     if plateaus:
         central = [value or np.nan for value in central]
     floors = rounding / np.asarray(steps)
-    # What remains of the step's power, 2 for central differences, 1 for the jump, is extrapolated away.
+    # The error is of order 2 in the step for central differences, of order 1 for the jump.
     value, error = _most_confirmed(_extrapolated(central, RATIO**2), floors)
     jump, uncertainty = _most_confirmed(_extrapolated(jumps, RATIO), floors)
     return Derivative(value, SAFETY * error, abs(jump) if abs(jump) > 2 * SAFETY * uncertainty else 0.0)
 
 
-def central_difference(function: Callable[[float], np.ndarray], step: float) -> float:
-    """The slope of `sum(function(t))` between -step and step."""
-    return _total(function(step), function(-step)) / (2 * step)
+def rounding_of(precision: str, *, single: bool) -> float:
+    """The machine epsilon of an element type, that of float32 at least if `single`."""
+    eps = 2.0**-7 if precision == "bfloat16" else float(np.finfo(precision).eps)
+    return max(eps, SINGLE_EPS) if single else eps
 
 
 def _total(ahead: np.ndarray, behind: np.ndarray) -> float:
     if ahead.shape != behind.shape:
         return np.nan
     with np.errstate(invalid="ignore"):
-        # Subtracted one by one, so that what does not change leaves no rounding.
+        # Subtracted one by one, so that elements that do not change add no rounding.
         return float(np.sum(ahead - behind))
 
 
 def _extrapolated(values: Sequence[float], factor: float) -> np.ndarray:
+    """Richardson's extrapolation from each value and the one before."""
     array = np.asarray(values)
     with np.errstate(invalid="ignore"):
         return array[1:] + (array[1:] - array[:-1]) / (factor - 1)

@@ -1,12 +1,12 @@
-"""Random operators: which a model has, and the same model with their results drawn once and for all.
+"""Random operators: which a model has, and the same model with results that are always the same.
 
-Whether two runs of a random model agree depends on seeds, on optimisations and on luck, so it is the nodes
-that are looked at.
+Whether two runs of a random model agree depends on seeds, on optimisations and on chance, so this is told
+from the nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from ortgrad.errors import ModelError
+from ortgrad.graph.protos import BOOL, DOUBLE, FLOAT, all_nodes, copy_of, subgraphs
 
 GENERATORS = frozenset(
     ["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
@@ -23,6 +24,8 @@ OTHERS = frozenset(["BiasDropout", "BitmaskDropout", "BitmaskBiasDropout"])
 # Seeds from here on are marks: nodes with one are those whose results `with_fixed_draws` fixes.
 FIRST_MARK = 1 << 20
 PRIME = (1 << 31) - 1
+# Other operators, by default, draw the element type of their input.
+DEFAULT_TYPES = {"RandomNormal": FLOAT, "RandomUniform": FLOAT, "Multinomial": TensorProto.INT32}
 
 
 def with_marked_draws(
@@ -58,8 +61,7 @@ def with_fixed_draws(model: onnx.ModelProto) -> onnx.ModelProto:
     The numbers are computed from the seed and the position by whole numbers, so any shape will do, inside
     of subgraphs as well, and they are the same in every precision.
     """
-    fixed = onnx.ModelProto()
-    fixed.CopyFrom(model)
+    fixed = copy_of(model)
     _fix_graph(fixed.graph)
     return fixed
 
@@ -84,18 +86,9 @@ def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
 def _possible(nodes: Iterable[onnx.NodeProto]) -> bool:
     """Whether one of the nodes of a function may be random."""
     return any(
-        node.op_type in GENERATORS | OTHERS
-        or (node.op_type == "Dropout" and len(node.input) > 2)
-        or any(_possible(graph.node) for graph in _subgraphs(node))
-        for node in nodes
+        node.op_type in GENERATORS | OTHERS or (node.op_type == "Dropout" and len(node.input) > 2)
+        for node in all_nodes(nodes)
     )
-
-
-def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
 
 
 def _draws(
@@ -111,12 +104,12 @@ def _draws(
         switched = len(node.input) > 2 and node.input[2] and known.get(node.input[2], True)
         if node.op_type in GENERATORS | OTHERS or (node.op_type == "Dropout" and switched):
             yield node
-        for inner in _subgraphs(node):
+        for inner in subgraphs(node):
             yield from _draws(inner, known, {})
 
 
 def _is_switch(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type == TensorProto.BOOL and int(np.prod(tensor.dims)) == 1
+    return tensor.data_type == BOOL and int(np.prod(tensor.dims)) == 1
 
 
 def _name(node: onnx.NodeProto) -> str:
@@ -127,7 +120,7 @@ def _fix_graph(graph: onnx.GraphProto) -> None:
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
-        for inner in _subgraphs(node):
+        for inner in subgraphs(node):
             _fix_graph(inner)
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name}
         mark = attributes.get("seed", 0.0)
@@ -149,15 +142,10 @@ class _Draw:
         if node.op_type == "Dropout":
             self._dropout()
             return
-        draw = {
-            "Bernoulli": self._bernoulli,
-            "Multinomial": self._multinomial,
-            "RandomNormal": self._random_normal,
-            "RandomNormalLike": self._normal_like,
-            "RandomUniform": self._random_uniform,
-            "RandomUniformLike": self._uniform_like,
-        }
-        value, element = draw[node.op_type]()
+        draw = {"Bernoulli": self._bernoulli, "Multinomial": self._multinomial}
+        normal = node.op_type.startswith("RandomNormal")
+        value = draw.get(node.op_type, self._random_normal if normal else self._random_uniform)()
+        element = attributes.get("dtype", DEFAULT_TYPES.get(node.op_type))
         if element is None:
             self._add("CastLike", value, node.input[0], output=node.output[0])
         else:
@@ -168,7 +156,7 @@ class _Draw:
         scalar = self._constant(np.zeros(0, np.int64))
         training = self._add("Reshape", training, scalar)
         ratio = self._add("Reshape", ratio, scalar) if ratio else self._constant(np.array(0.5))
-        wide = self._add("Cast", ratio, to=TensorProto.DOUBLE)
+        wide = self._add("Cast", ratio, to=DOUBLE)
         drawn = self._add("GreaterOrEqual", self._uniform(self._add("Shape", data)), wide)
         keep = self._add("Or", drawn, self._add("Not", training))
         one, zero = self._constant(np.array(1.0)), self._constant(np.array(0.0))
@@ -179,49 +167,38 @@ class _Draw:
             if output:
                 self._add("Identity", source, output=output)
 
-    def _random_uniform(self) -> tuple[str, int | None]:
-        return self._spread(self._given_shape()), self._attributes.get("dtype", TensorProto.FLOAT)
+    def _bernoulli(self) -> str:
+        chance = self._add("Cast", self._node.input[0], to=DOUBLE)
+        return self._add("Less", self._uniform(self._shape()), chance)
 
-    def _uniform_like(self) -> tuple[str, int | None]:
-        return self._spread(self._add("Shape", self._node.input[0])), self._attributes.get("dtype")
-
-    def _random_normal(self) -> tuple[str, int | None]:
-        return self._normal(self._given_shape()), self._attributes.get("dtype", TensorProto.FLOAT)
-
-    def _normal_like(self) -> tuple[str, int | None]:
-        return self._normal(self._add("Shape", self._node.input[0])), self._attributes.get("dtype")
-
-    def _bernoulli(self) -> tuple[str, int | None]:
-        chance = self._add("Cast", self._node.input[0], to=TensorProto.DOUBLE)
-        drawn = self._uniform(self._add("Shape", self._node.input[0]))
-        return self._add("Less", drawn, chance), self._attributes.get("dtype")
-
-    def _multinomial(self) -> tuple[str, int | None]:
-        """Every class as often as the other: what is drawn has no gradient."""
+    def _multinomial(self) -> str:
+        """All classes are equally likely: there is no gradient to check that depends on it."""
         batch = self._add("Shape", self._node.input[0], start=0, end=1)
         samples = self._constant(np.array([self._attributes.get("sample_size", 1)]))
         drawn = self._uniform(self._add("Concat", batch, samples, axis=0))
         classes = self._add("Shape", self._node.input[0], start=1, end=2)
-        chosen = self._add("Mul", drawn, self._add("Cast", classes, to=TensorProto.DOUBLE))
-        return self._add("Floor", chosen), self._attributes.get("dtype", TensorProto.INT32)
+        return self._add("Floor", self._add("Mul", drawn, self._add("Cast", classes, to=DOUBLE)))
 
-    def _given_shape(self) -> str:
-        return self._constant(np.array(self._attributes["shape"], np.int64))
-
-    def _spread(self, shape: str) -> str:
+    def _random_uniform(self) -> str:
         low, high = self._attributes.get("low", 0.0), self._attributes.get("high", 1.0)
-        wide = self._add("Mul", self._uniform(shape), self._constant(np.array(high - low)))
-        return self._add("Add", wide, self._constant(np.array(low)))
+        return self._scaled(self._uniform(self._shape()), high - low, low)
 
-    def _normal(self, shape: str) -> str:
-        """Box and Muller's way."""
-        mean, scale = self._attributes.get("mean", 0.0), self._attributes.get("scale", 1.0)
-        log = self._add("Log", self._uniform(shape))
-        radius = self._add("Sqrt", self._add("Mul", log, self._constant(np.array(-2.0))))
-        turn = self._add("Mul", self._uniform(shape), self._constant(np.array(2 * np.pi)))
-        normal = self._add("Mul", radius, self._add("Cos", turn))
-        scaled = self._add("Mul", normal, self._constant(np.array(scale)))
-        return self._add("Add", scaled, self._constant(np.array(mean)))
+    def _random_normal(self) -> str:
+        """The Box-Muller transform."""
+        shape = self._shape()
+        radius = self._add("Sqrt", self._scaled(self._add("Log", self._uniform(shape)), -2.0, 0.0))
+        turn = self._add("Cos", self._scaled(self._uniform(shape), 2 * np.pi, 0.0))
+        normal = self._add("Mul", radius, turn)
+        return self._scaled(normal, self._attributes.get("scale", 1.0), self._attributes.get("mean", 0.0))
+
+    def _shape(self) -> str:
+        if "shape" in self._attributes:
+            return self._constant(np.array(self._attributes["shape"], np.int64))
+        return self._add("Shape", self._node.input[0])
+
+    def _scaled(self, value: str, factor: float, shift: float) -> str:
+        scaled = self._add("Mul", value, self._constant(np.array(factor)))
+        return self._add("Add", scaled, self._constant(np.array(shift)))
 
     def _uniform(self, shape: str) -> str:
         """Doubles in (0, 1) of a shape: a polynomial of the position modulo a prime, twice squared."""
@@ -232,10 +209,7 @@ class _Draw:
             state = self._modulo(self._add("Mul", state, self._whole(factor)))
             state = self._modulo(self._add("Mul", state, state))
             state = self._modulo(self._add("Add", state, number))
-        drawn = self._add(
-            "Add", self._add("Cast", state, to=TensorProto.DOUBLE), self._constant(np.array(0.5))
-        )
-        drawn = self._add("Div", drawn, self._constant(np.array(float(PRIME))))
+        drawn = self._scaled(self._add("Cast", state, to=DOUBLE), 1 / PRIME, 0.5 / PRIME)
         return self._add("Reshape", drawn, shape, allowzero=1)
 
     def _modulo(self, value: str) -> str:
@@ -251,12 +225,3 @@ class _Draw:
         name = f"{self._prefix}/{op_type}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(op_type, inputs, [output or name], name, **attributes))
         return output or name
-
-
-def describe(fixed: Sequence[str]) -> str:
-    """What a user should know of a random model that was checked."""
-    nodes = ", ".join(fixed[:3]) + (f" and {len(fixed) - 3} more" if len(fixed) > 3 else "")
-    return (
-        f"the model is random: {nodes}. The results were drawn once and are the same for the gradients and "
-        "for the differences"
-    )

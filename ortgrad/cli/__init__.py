@@ -1,5 +1,5 @@
-"""The command line."""
+"""The command line: a module for each command, imported when it is run."""
 
-from ortgrad.cli.commands import main
+from ortgrad.cli.entry_point import main
 
 __all__ = ["main"]

@@ -1,7 +1,8 @@
-"""Train the CNN that the package ships on handwritten digits, with a backward graph made by ortgrad."""
+"""`ortgrad demo`: train the CNN that the package ships on handwritten digits."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
-from ortgrad.check.gradients import check_gradients
+from ortgrad.check import check_gradients
 from ortgrad.cli.progress import Progress
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.loading import load_model
+from ortgrad.graph.protos import FLOAT, INT64, copy_of
 from ortgrad.pipelines.build import build_gradient_model
 from ortgrad.runtime.session import InferenceSession
 
@@ -32,7 +34,7 @@ class MissingPackageError(OrtgradError, ImportError):
 
 @dataclass(frozen=True)
 class Digits:
-    """8x8 images in [0, 1] as float32[n, 1, 8, 8], and what they show as int64[n]."""
+    """8x8 images in [0, 1] as float32[n, 1, 8, 8], and their labels as int64[n]."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -61,19 +63,18 @@ def classifier() -> onnx.ModelProto:
     """The forward model cnn.onnx: image to logits, with untrained weights."""
     package = Path(__file__).parents[1]
     installed = package / "data" / "cnn.onnx"
-    # In a checkout the model is where the other models are.
+    # In a checkout the model is in the folder of all models.
     return load_model(installed if installed.exists() else package.parent / "models" / "cnn.onnx")
 
 
 def with_loss(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with the input `labels` and the output `loss`, the mean cross-entropy."""
-    trainable = onnx.ModelProto()
-    trainable.CopyFrom(model)
+    trainable = copy_of(model)
     graph = trainable.graph
     logits = graph.output[0].name
     graph.node.append(helper.make_node("SoftmaxCrossEntropyLoss", [logits, "labels"], ["loss"], "loss"))
-    graph.input.append(helper.make_tensor_value_info("labels", TensorProto.INT64, ["N"]))
-    graph.output.append(helper.make_tensor_value_info("loss", TensorProto.FLOAT, []))
+    graph.input.append(helper.make_tensor_value_info("labels", INT64, ["N"]))
+    graph.output.append(helper.make_tensor_value_info("loss", FLOAT, []))
     return trainable
 
 
@@ -84,8 +85,7 @@ def parameters_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 def with_parameters(model: onnx.ModelProto, parameters: dict[str, np.ndarray]) -> onnx.ModelProto:
     """The model with other weights."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = copy_of(model)
     for tensor in changed.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(parameters[tensor.name], tensor.name))
     return changed
@@ -121,7 +121,7 @@ def train(
 
 
 def accuracy(model: onnx.ModelProto, data: Digits) -> float:
-    """Which part of the digits the forward model recognises."""
+    """The fraction of the digits that the forward model recognises."""
     (logits,) = InferenceSession(model).run(None, {"image": data.images})
     return float(np.mean(np.argmax(logits, axis=1) == data.labels))
 
@@ -139,8 +139,14 @@ def trained_classifier(epochs: int = EPOCHS) -> onnx.ModelProto:
     return with_parameters(model, parameters)
 
 
+def command(arguments: argparse.Namespace) -> int:
+    """Run the demo."""
+    run(arguments.progress)
+    return 0
+
+
 def run(show_progress: bool | None = None) -> float:
-    """Build, check, train and test, and say so; returns the accuracy on digits that were not trained on."""
+    """Build, check, train and test the model, with output; returns the accuracy on the test digits."""
     training, testing = digits()
     model = classifier()
     trainable = with_loss(model)

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TextIO
 
 WIDTH = 24
-INTERVAL = 0.1  # seconds between two pictures
+INTERVAL = 0.1  # seconds between two updates
 
 
 class Progress:
-    """`with Progress() as progress: progress(done, total, text)` draws a bar and takes it away again.
+    """`with Progress() as progress: progress(done, total, text)` draws a bar, and removes it at the end.
 
-    It is drawn on stderr if that is a terminal; `show` decides otherwise.
+    By default it is drawn on stderr if that is a terminal; `show` overrides this.
     """
 
     def __init__(self, show: bool | None = None, stream: TextIO | None = None) -> None:
@@ -44,7 +44,7 @@ class Progress:
         if not self._show:
             return
         line = line[: shutil.get_terminal_size().columns - 1]
-        # Blanks over what the last line had more.
+        # Padded with blanks, to erase the rest of a longer line.
         self._stream.write(f"\r{line:<{self._drawn}}")
         if not line:
             self._stream.write("\r")

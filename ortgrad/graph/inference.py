@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.errors import ModelError
+from ortgrad.graph import protos
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
 from ortgrad.graph.pool_sizes import round_sizes_down
 from ortgrad.graph.serialization import is_known, to_proto
@@ -73,8 +74,7 @@ def _merge(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
         if value.name in found and is_known(found[value.name]):
             _apply(value, found[value.name])
     for node, proto in zip(graph, inferred.node, strict=True):
-        inner = [g for a in proto.attribute for g in ([a.g] if a.HasField("g") else a.graphs)]
-        for subgraph, inferred_subgraph in zip(subgraphs(node), inner, strict=True):
+        for subgraph, inferred_subgraph in zip(subgraphs(node), protos.subgraphs(proto), strict=True):
             _merge(subgraph, inferred_subgraph)
 
 

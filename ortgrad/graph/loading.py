@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from onnx import numpy_helper
 
 from ortgrad.errors import ModelError, OrtgradError
-from ortgrad.graph.protos import all_nodes, subgraphs
+from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
 from ortgrad.graph.validation import check_fields, check_graphs
 from ortgrad.operators.declaration import DOMAIN
 
@@ -24,7 +24,7 @@ from ortgrad.operators.declaration import DOMAIN
 ASSUMED_VERSIONS = {"": 23, "ai.onnx.ml": onnx.defs.onnx_ml_opset_version()}
 
 LARGEST_MESSAGE = (1 << 31) - 1  # bytes that protobuf writes
-# What onnx's checker, shape inference and version converter raise for a model that they do not like.
+# What onnx's checker, shape inference and version converter raise for a model that they refuse.
 ONNX_ERRORS: tuple[type[Exception], ...] = (
     onnx.checker.ValidationError,
     onnx.shape_inference.InferenceError,
@@ -74,8 +74,7 @@ def imports_domain(model: onnx.ModelProto) -> bool:
 
 def with_import(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of the model that imports com.microsoft."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = copy_of(model)
     copy.opset_import.add(domain=DOMAIN, version=1)
     return copy
 
@@ -102,7 +101,7 @@ def judging(model: onnx.ModelProto) -> Iterator[None]:
 
 
 def _complaint(model: onnx.ModelProto) -> str | None:
-    """What onnx or onnxruntime has against the model; None if nothing, or if it is too large to be asked."""
+    """Why onnx or onnxruntime refuses the model; None if they do not, or if it is too large for them."""
     from ortgrad.operators.schema import with_schemas
 
     if model.ByteSize() >= LARGEST_MESSAGE:
@@ -146,12 +145,10 @@ def one_line(error: BaseException) -> str:
 
 def with_dense_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model, or a copy without sparse initializers, which onnx-ir has no place for."""
-    graphs = [model.graph, *(g for node in all_nodes(model.graph.node) for g in subgraphs(node))]
-    if not any(graph.sparse_initializer for graph in graphs):
+    if not any(graph.sparse_initializer for graph in all_graphs(model.graph)):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for graph in (copy.graph, *(g for node in all_nodes(copy.graph.node) for g in subgraphs(node))):
+    copy = copy_of(model)
+    for graph in all_graphs(copy.graph):
         graph.initializer.extend(_dense(tensor) for tensor in graph.sparse_initializer)
         del graph.sparse_initializer[:]
     return copy
@@ -200,8 +197,7 @@ def _with_imports(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model, or a copy with the imports that onnxruntime assumes where one is missing."""
     if not any(_missing_imports(part) for part in (model, *model.functions)):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = copy_of(model)
     for part in (copy, *copy.functions):
         missing = _missing_imports(part)
         imports = [opset for opset in part.opset_import if opset.domain != "ai.onnx"]
@@ -214,19 +210,9 @@ def _with_imports(model: onnx.ModelProto) -> onnx.ModelProto:
 def _missing_imports(part: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
     imports = {opset.domain: opset.version for opset in part.opset_import}
     nodes = part.graph.node if isinstance(part, onnx.ModelProto) else part.node
-    assumed = {domain: ASSUMED_VERSIONS.get(domain, 1) for domain in _domains(nodes)}
+    domains = {"" if node.domain == "ai.onnx" else node.domain for node in all_nodes(nodes)}
+    assumed = {domain: ASSUMED_VERSIONS.get(domain, 1) for domain in domains}
     if "ai.onnx" in imports:
         # Another name for "".
         assumed[""] = imports["ai.onnx"]
     return {domain: version for domain, version in assumed.items() if domain not in imports}
-
-
-def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-    found = set()
-    for node in nodes:
-        found.add("" if node.domain == "ai.onnx" else node.domain)
-        for attribute in node.attribute:
-            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
-                for graph in (attribute.g, *attribute.graphs):
-                    found |= _domains(graph.node)
-    return found

@@ -11,7 +11,7 @@ import math
 import onnx
 from onnx import AttributeProto, TensorProto
 
-from ortgrad.graph.protos import subgraphs
+from ortgrad.graph.protos import all_graphs, declared_values
 from ortgrad.graph.validation import SIZE_MAKERS, made_elements, small_constants
 
 # Longer than any shape, and short enough not to be noticed.
@@ -31,7 +31,8 @@ Lengths = dict[str, dict[int, int]]
 def hide_lengths(model: onnx.ModelProto) -> Lengths:
     """Make the lengths unknown in the model; returns them."""
     lengths: Lengths = {}
-    if _hide(model.graph, lengths):
+    hidden = [_hide(graph, lengths) for graph in all_graphs(model.graph)]
+    if any(hidden):
         model.opset_import.add(domain=_HIDDEN, version=1)
     return lengths
 
@@ -40,19 +41,16 @@ def restore_lengths(graph: onnx.GraphProto, lengths: Lengths) -> None:
     """Write the lengths into the types of a graph and its subgraphs, where inference found no others."""
     if not lengths:
         return
-    for value in (*graph.input, *graph.value_info, *graph.output):
+    for value in (value for inner in all_graphs(graph) for value in declared_values(inner)):
         dims = value.type.tensor_type.shape.dim
         for axis, length in lengths.get(value.name, {}).items():
             if axis < len(dims) and dims[axis].WhichOneof("value") is None:
                 dims[axis].dim_value = length
-    for node in graph.node:
-        for inner in subgraphs(node):
-            restore_lengths(inner, lengths)
 
 
 def _hide(graph: onnx.GraphProto, lengths: Lengths) -> bool:
-    """Returns whether nodes were hidden."""
-    for value in (*graph.input, *graph.value_info, *graph.output):
+    """Hide the lengths of one graph; returns whether nodes were hidden."""
+    for value in declared_values(graph):
         longest = LONGEST if _is_vector(value) else LONGEST_AXIS
         if value.type.WhichOneof("value") != "tensor_type":
             continue
@@ -75,9 +73,6 @@ def _hide(graph: onnx.GraphProto, lengths: Lengths) -> bool:
             shape = [None] if node.op_type != "Expand" else None
             graph.value_info.append(onnx.helper.make_tensor_value_info(node.output[0], element, shape))
             node.domain, hidden = _HIDDEN, True
-    for node in graph.node:
-        for inner in subgraphs(node):
-            hidden = _hide(inner, lengths) or hidden
     return hidden
 
 

@@ -11,18 +11,16 @@ from typing import Any
 
 import onnx
 
-from ortgrad.graph.protos import subgraphs
+from ortgrad.graph.protos import all_nodes
 
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 
 
 def round_sizes_down(graph: onnx.GraphProto) -> None:
     """Rewrite the pools of a graph and its subgraphs for the inference of their sizes, in place."""
-    for node in graph.node:
+    for node in all_nodes(graph.node):
         if node.op_type in POOLS and node.domain in ("", "ai.onnx"):
             _round_down(node)
-        for inner in subgraphs(node):
-            round_sizes_down(inner)
 
 
 def _round_down(node: onnx.NodeProto) -> None:

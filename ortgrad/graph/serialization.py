@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, with_dense_initializers
+from ortgrad.graph.protos import all_graphs, copy_of, declared_values
 from ortgrad.operators.declaration import DOMAIN
 
 # Function overloads came with this version; the oldest onnxruntime that is supported reads it.
@@ -86,9 +87,7 @@ def _reason(error: BaseException) -> str:
 def from_proto(source: onnx.ModelProto) -> ir.Model:
     """The model in onnx-ir, without types that it cannot hold, such as the maps of ZipMap."""
     if not all(is_known(value.type) for value in _values(source.graph)):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(source)
-        source = copy
+        source = copy_of(source)
         for value in _values(source.graph):
             if not is_known(value.type):
                 value.ClearField("type")
@@ -104,11 +103,7 @@ def is_known(type_: onnx.TypeProto) -> bool:
 
 
 def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    yield from (*graph.input, *graph.output, *graph.value_info)
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _values(inner)
+    return (value for inner in all_graphs(graph) for value in declared_values(inner))
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:

@@ -1,9 +1,9 @@
 """Whether a model is what the ONNX format says: everything that the rest of the package relies on.
 
 A file may come from anywhere and hold anything that protobuf parses: tensors without data, attributes of
-the wrong kind, functions that call each other for ever. What is wrong is said here, before it fails
-somewhere as something else. onnxruntime refuses nearly all of it as well; it takes text that is not UTF-8,
-imports of version 0 and dimensions without end where nothing uses them.
+the wrong kind, functions that call each other without end. It is reported here, before it causes an unrelated
+error elsewhere. onnxruntime refuses nearly all of it as well; it accepts text that is not UTF-8, imports of
+version 0 and dimensions of any size where nothing uses them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ortgrad.operators.declaration import find_operator
 
 # What protobuf reads at most; onnxruntime has the same limit. A graph in a node in a graph is three levels.
 DEEPEST = 100
-# So many nodes, when every call of a function is replaced by its body, are a mistake or an attack.
+# More nodes, with every call of a function replaced by its body, are a mistake or an attack.
 MOST_NODES = 1_000_000
 # onnx-ir's inliner looks at all copies of a function that there are for each one that it makes.
 MOST_COPIES = 10_000
 LONGEST_CALL = 200
-# No tensor that a model computes has so many elements; onnx's shape inference and onnxruntime's constant
-# folding would try.
+# More elements than a tensor of any real model has; onnx's shape inference and onnxruntime's constant folding
+# would try to compute it.
 MOST_ELEMENTS = 1 << 31
 HIGHEST_VERSION = 2**31 - 1
 
@@ -164,7 +164,7 @@ def _check_tensor(tensor: TensorProto, owner: Any) -> None:
     if any(dim < 0 for dim in dims) or count >= 2**63:
         raise ModelError(f"the {what} has dimensions {_short(dims)}, which no tensor has")
     if tensor.HasField("segment"):
-        raise ModelError(f"the {what} is stored in segments, which nobody reads")
+        raise ModelError(f"the {what} is stored in segments, which neither onnx nor onnxruntime reads")
     external = tensor.data_location == TensorProto.EXTERNAL
     if external and not tensor.HasField("raw_data"):
         _check_external(tensor, what, count)

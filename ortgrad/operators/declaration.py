@@ -27,7 +27,7 @@ from ortgrad.errors import NodeError, RegistrationError
 from ortgrad.operators.contract import Contract, Dims
 
 DOMAIN = "com.microsoft"
-# The string attribute that carries what a Python kernel needs (see ortgrad.call).
+# The string attribute that carries what a Python kernel needs (see ortgrad.operators.call).
 CALL_ATTRIBUTE = "ortgrad"
 # Tells which of an operator's bodies in the model is the node's (see ortgrad.passes.attach).
 BODY_ATTRIBUTE = "ortgrad_body"
@@ -259,6 +259,18 @@ def operator(
     the body does so with `op.require`. `auto` is the way that was measured to be faster.
     `forward_attributes` are attributes of the forward operator that have no meaning here:
     onnxruntime-training copies them onto its nodes, and rules may pass them.
+
+    >>> import numpy as np, ortgrad
+    >>> @ortgrad.operator("SquareGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", domain="my.domain")
+    ... def square_grad(dy, x):
+    ...     "dX = 2 X dY"
+    ...     return 2 * x * dy
+    >>> @square_grad.onnx
+    ... def square_grad_body(op, dy, x):
+    ...     return dy * x * 2.0
+    >>> model = ortgrad.nodes.make_model(ortgrad.nodes.square_grad("dY", "X", "dX"))
+    >>> ortgrad.InferenceSession(model).run(None, {"dY": np.float32([1, 1]), "X": np.float32([3, 4])})
+    [array([6., 8.], dtype=float32)]
     """
     key = (domain, name)
     if key in _operators:

@@ -141,20 +141,18 @@ def require_outputs(
         return dy
     # Div rounds towards zero, so what is divided is not negative.
     if auto_pad.startswith("SAME"):
-        outputs = op.Div(op.Add(sizes, [s - 1 for s in steps]), list(steps))
+        outputs = op.Add(sizes, [s - 1 for s in steps]) / steps
     else:
         padding = [h + t - (k - 1) * d - 1 for h, t, k, d in zip(heads, tails, kernel, gaps, strict=True)]
         room = op.Max(op.Add(sizes, padding), [-s for s in steps])
         if not ceil_mode:
-            outputs = op.Div(op.Add(room, list(steps)), list(steps))
+            outputs = (room + steps) / steps
         else:
-            count = op.Div(op.Add(room, [2 * s - 1 for s in steps]), list(steps))
+            count = (room + [2 * s - 1 for s in steps]) / steps
             # A window that starts behind the input and its head padding is left out.
-            starts = op.Div(
-                op.Add(sizes, [h + s - 1 for h, s in zip(heads, steps, strict=True)]), list(steps)
-            )
-            outputs = op.Max(op.Sub(count, 1), op.Min(count, starts))
-    return op.require(dy, [op.Sub(op.Shape(dy, start=2), outputs)], what)
+            starts = op.Add(sizes, [h + s - 1 for h, s in zip(heads, steps, strict=True)]) / steps
+            outputs = op.Max(count - 1, op.Min(count, starts))
+    return op.require(dy, [op.Shape(dy, start=2) - outputs], what)
 
 
 def per_dimension(name: str, values: Sequence[int] | None, rank: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ one is wrong. What the file says of its inputs is true: onnxruntime refuses anyt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx
@@ -57,9 +57,27 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
         if value.shape is not None and isinstance(value.type, ir.TensorType):
             declared.ranks[value] = len(value.shape)
         value.shape = None
+    for node in model.graph.all_nodes():
+        if node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
+            _keep_ranks(node, declared.ranks)
     infer_types(model)
     infer_loop_shapes(model)
     return declared
+
+
+def _keep_ranks(scan: ir.Node, ranks: Mapping[ir.Value, int]) -> None:
+    """Give what a Scan's body takes and puts out the number of dimensions that the file declares.
+
+    onnxruntime allocates the results by it, so it is true of every file that runs.
+    """
+    body = scan.attributes["body"].as_graph()
+    states = len(body.inputs) - scan.attributes["num_scan_inputs"].as_int()
+    # A state keeps its shape, so one of the two says enough.
+    pairs = list(zip(body.inputs[:states], body.outputs, strict=False))
+    for value, other in (*pairs, *((b, a) for a, b in pairs), *((v, v) for v in body.inputs[states:])):
+        rank = ranks.get(value, ranks.get(other))
+        if rank is not None and value.shape is None and isinstance(value.type, ir.TensorType):
+            value.shape = ir.Shape([None] * rank)
 
 
 def assume_ranks(model: ir.Model, declared: Declared, outputs: Iterable[ir.Value]) -> None:

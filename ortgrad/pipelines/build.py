@@ -30,6 +30,14 @@ def build_gradient_model(
 
     The model's metadata_props say what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as
     JSON lists of names. Raises UnsupportedGradientError with all nodes that cannot be differentiated.
+
+    >>> import onnx, ortgrad
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 3] x, float[3, 2] w) => (float loss)
+    ...     { y = MatMul(x, w) loss = ReduceMean<keepdims = 0>(y) }''')
+    >>> backward = ortgrad.build_gradient_model(model, wrt=["x", "w"], of="loss")
+    >>> [value.name for value in backward.graph.output]
+    ['loss', 'x_grad', 'w_grad']
     """
     from ortgrad.pipelines.gradients import build  # onnx-ir takes a while to import
 

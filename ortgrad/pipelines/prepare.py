@@ -9,6 +9,7 @@ import onnx
 
 from ortgrad.dialects.training import is_training_operator
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
+from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.declaration import find_operator
 
 Kernels = Literal["python", "onnx", "auto"]
@@ -21,6 +22,12 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     without it the bodies that the model carries. "onnx" leaves standard operators only. "auto"
     takes per node what was measured faster. A model without gradient nodes gets an import of com.microsoft,
     without which it may not load beside the op library. The caller's model is not changed.
+
+    >>> import onnx, ortgrad
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    ...     g (float[N] dy, float[N] x) => (float[N] dx) { dx = com.microsoft.ReluGrad(dy, x) }''')
+    >>> "ReluGrad" in {node.op_type for node in ortgrad.prepare(model, kernels="onnx").graph.node}
+    False
     """
     prepared = prepare_loaded(load_model(model), kernels)
     return prepared if imports_domain(prepared) else with_import(prepared)
@@ -49,6 +56,5 @@ def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
         or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
         or is_training_operator(node.op_type, node.domain)
         or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")
-        or any(_has_gradients(g.node) for a in node.attribute for g in (a.g, *a.graphs))
-        for node in nodes
+        for node in all_nodes(nodes)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import onnxruntime
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
+from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.assertions import explain
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
@@ -30,7 +31,12 @@ _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def get_library_path() -> str:
-    """The op library, for `SessionOptions.register_custom_ops_library`."""
+    """The op library, for `SessionOptions.register_custom_ops_library`.
+
+    >>> import onnxruntime, ortgrad
+    >>> options = onnxruntime.SessionOptions()
+    >>> options.register_custom_ops_library(ortgrad.get_library_path())
+    """
     return dispatch.library_path()
 
 
@@ -39,6 +45,14 @@ def register(options: onnxruntime.SessionOptions) -> None:
 
     If no `log_severity_level` was chosen for the options, it becomes 3 (errors): at its default level
     onnxruntime warns of every weight that can be fed.
+
+    >>> import numpy as np, onnxruntime, ortgrad
+    >>> options = onnxruntime.SessionOptions()
+    >>> ortgrad.register(options)
+    >>> model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
+    >>> session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    >>> session.run(None, {"dY": np.float32([1, 2]), "X": np.float32([-1, 1])})
+    [array([0., 2.], dtype=float32)]
     """
     if not isinstance(options, onnxruntime.SessionOptions):
         raise TypeError(f"register takes an onnxruntime.SessionOptions, not {type(options).__name__}")
@@ -64,6 +78,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     The model may be a ModelProto too, and may hold gradient nodes as onnxruntime-training writes
     them. A kernel that fails stops the run and raises KernelError. The default provider is the CPU.
+
+    >>> import numpy as np, ortgrad
+    >>> model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
+    >>> session = ortgrad.InferenceSession(model)
+    >>> session.run(None, {"dY": np.float32([1, 1]), "Y": np.float32([0, 0.5])})
+    [array([1.  , 0.75], dtype=float32)]
     """
 
     def __init__(
@@ -84,12 +104,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         model = prepare_loaded(model, kernels, bodies=False)
-        if any(map(_is_gradient_node, _all_nodes(model.graph))):
+        if any(map(_is_gradient_node, all_nodes(model.graph.node))):
             register(options)
         self._monitor = Monitor(
             parallel=options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL,
             # How often a loop runs may be in the values that are fed.
-            steady=all(node.op_type != "Loop" for node in _all_nodes(model.graph)),
+            steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
         )
         if _FUSES_TOO_MUCH:
             # It makes a FusedMatMul of float64, for which it has no kernel.
@@ -184,15 +204,6 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         super().run_async(output_names, input_feed, checked, user_data, run_options)
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
-                for inner in (attribute.g, *attribute.graphs):
-                    yield from _all_nodes(inner)
-
-
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
     return bool(
         find_operator(node.op_type, node.domain) and any(a.name == CALL_ATTRIBUTE for a in node.attribute)
@@ -233,6 +244,6 @@ def _explain(model: onnx.ModelProto, error: Exception) -> None:
     ]
     if missing:
         raise ModelError(
-            f"nobody has these operators: {', '.join(missing)}. Register the library that "
+            f"unknown operators: {', '.join(missing)}. Register the library that "
             "holds them in sess_options, or add a function of that name to the model"
         ) from error

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
+from ortgrad.graph.protos import DOUBLE, FLOAT, FLOATS, all_graphs, copy_of, declared_values, subgraphs
 from ortgrad.operators.schema import with_schemas
 
-LOW = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+LOW = tuple(element for element in FLOATS if element != DOUBLE)
 # Operators that name the element type of their output, and those that are float without saying so.
 TYPE_ATTRIBUTES = {"to", "dtype", "output_datatype", "output_dtype"}
 FLOAT_BY_DEFAULT = {
@@ -35,9 +36,7 @@ def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     if not model.functions:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        return copy
+        return copy_of(model)
     # They import onnx-ir, which takes a while.
     from ortgrad.graph.serialization import from_proto, to_proto
     from ortgrad.passes.inline import inline
@@ -47,18 +46,15 @@ def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _low_values(graph: onnx.GraphProto) -> set[str]:
     """The values with one of the types that are widened, those in subgraphs included."""
-    values = (*graph.input, *graph.output, *graph.value_info)
-    found = {v.name for v in values if v.type.tensor_type.elem_type in LOW}
-    found |= {tensor.name for tensor in graph.initializer if tensor.data_type in LOW}
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                found |= _low_values(inner)
+    found = set()
+    for inner in all_graphs(graph):
+        found |= {v.name for v in declared_values(inner) if v.type.tensor_type.elem_type in LOW}
+        found |= {tensor.name for tensor in inner.initializer if tensor.data_type in LOW}
     return found
 
 
 def _convert_graph(graph: onnx.GraphProto, low: set[str], opsets: dict[str, int]) -> None:
-    for value in (*graph.input, *graph.output, *graph.value_info):
+    for value in declared_values(graph):
         _widen(value.type)
     for tensor in graph.initializer:
         if tensor.data_type in LOW:
@@ -77,7 +73,7 @@ def _widen(type_: onnx.TypeProto) -> None:
     elif which == "optional_type":
         _widen(type_.optional_type.elem_type)
     elif type_.tensor_type.elem_type in LOW:
-        type_.tensor_type.elem_type = TensorProto.DOUBLE
+        type_.tensor_type.elem_type = DOUBLE
 
 
 def _doubled(tensor: onnx.TensorProto) -> onnx.TensorProto:
@@ -85,12 +81,11 @@ def _doubled(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 def _convert_attributes(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> None:
+    for inner in subgraphs(node):
+        _convert_graph(inner, low, opsets)
     for attribute in node.attribute:
-        # Not touched unless it is there: that alone would make it present.
-        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            _convert_graph(inner, low, opsets)
         if attribute.name in TYPE_ATTRIBUTES and attribute.i in LOW:
-            attribute.i = TensorProto.DOUBLE
+            attribute.i = DOUBLE
         elif attribute.HasField("t") and attribute.t.data_type in LOW:
             attribute.t.CopyFrom(_doubled(attribute.t))
         elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
@@ -102,7 +97,7 @@ def _convert_attributes(node: onnx.NodeProto, low: set[str], opsets: dict[str, i
         node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1))))
     name = FLOAT_BY_DEFAULT.get(node.op_type)
     if name is not None and name not in given:
-        node.attribute.append(helper.make_attribute(name, TensorProto.DOUBLE))
+        node.attribute.append(helper.make_attribute(name, DOUBLE))
 
 
 def _with_casts(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> list[onnx.NodeProto]:
@@ -114,11 +109,11 @@ def _with_casts(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> 
     before, after = [], []
     for i in _needing_casts(node.input, schema.inputs, low):
         name = f"{node.input[i]}.{node.output[0]}.float"
-        before.append(helper.make_node("Cast", [node.input[i]], [name], to=TensorProto.FLOAT))
+        before.append(helper.make_node("Cast", [node.input[i]], [name], to=FLOAT))
         node.input[i] = name
     for i in _needing_casts(node.output, schema.outputs, low):
         name = f"{node.output[i]}.float"
-        after.append(helper.make_node("Cast", [name], [node.output[i]], to=TensorProto.DOUBLE))
+        after.append(helper.make_node("Cast", [name], [node.output[i]], to=DOUBLE))
         node.output[i] = name
     return [*before, node, *after]
 

@@ -1,0 +1,120 @@
+"""Random inputs for what the caller does not feed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from ortgrad.check.sessions import Arrays, CannotRunError, numpy_type, on_onnxruntime, typed
+from ortgrad.errors import ModelError
+from ortgrad.graph.protos import FLOATS
+
+LARGEST_INPUT = 1 << 30  # elements that are drawn
+
+Distribution: TypeAlias = "Callable[[np.random.Generator, Sequence[int]], np.ndarray]"
+# The first with which the model runs and stays finite is taken.
+DISTRIBUTIONS: Sequence[Distribution] = (
+    lambda generator, shape: generator.standard_normal(shape),
+    lambda generator, shape: generator.uniform(0.2, 0.8, shape),
+    lambda generator, shape: generator.uniform(1.2, 2.0, shape),
+)
+
+
+def complete_feeds(
+    proto: onnx.ModelProto,
+    feeds: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    switches: set[str],
+    generator: np.random.Generator,
+) -> Arrays:
+    """The feeds, with random ones for missing inputs, such that the model runs and `outputs` are finite.
+
+    `switches` are inputs that switch Dropout on: they are set if they are missing.
+    """
+    _check_given(proto, feeds)
+    given = typed(proto, feeds)
+    defaults = {tensor.name for tensor in proto.graph.initializer}
+    missing = [v for v in proto.graph.input if v.name not in given and v.name not in defaults]
+    if not missing:
+        return given
+    run = on_onnxruntime(proto)
+    reason = "its outputs are not finite"
+    # Equal sizes for models whose names of dimensions do not say which must agree.
+    for distribution, distinct in itertools.product(DISTRIBUTIONS, (True, False)):
+        drawn = _draw(missing, _sizes(proto, given), distribution, distinct, generator)
+        drawn.update((k, np.ones_like(drawn[k])) for k in switches & drawn.keys())
+        complete = {**given, **typed(proto, drawn)}
+        try:
+            results = run(complete)
+        except CannotRunError as error:
+            reason = str(error)
+            continue
+        if all(np.isfinite(np.asarray(results[name])).all() for name in outputs):
+            return complete
+    raise ModelError(f"the model does not run on random inputs ({reason}); give feeds")
+
+
+def describe_type(type_: onnx.TypeProto) -> str:
+    """A type in words."""
+    which = type_.WhichOneof("value")
+    if which == "tensor_type":
+        return f"{TensorProto.DataType.Name(type_.tensor_type.elem_type).lower()} tensors"
+    return f"a {str(which or 'value').removesuffix('_type')}"
+
+
+def _check_given(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
+    unknown = sorted(set(feeds) - {value.name for value in proto.graph.input})
+    if unknown:
+        raise ModelError(f"the model has no input {unknown[0]!r} to feed")
+    for value in proto.graph.input:
+        if value.name in feeds and value.type.tensor_type.elem_type in FLOATS:
+            dtype = np.asarray(feeds[value.name]).dtype
+            if not (np.issubdtype(dtype, np.number) or dtype.name in ("bool", "bfloat16")):
+                raise ModelError(f"input {value.name!r} takes numbers, not {dtype}")
+
+
+def _sizes(proto: onnx.ModelProto, given: Arrays) -> dict[str, int]:
+    """The symbolic dimensions that the given feeds determine."""
+    return {
+        dim.dim_param: size
+        for value in proto.graph.input
+        if value.name in given
+        for dim, size in zip(value.type.tensor_type.shape.dim, given[value.name].shape, strict=False)
+        if dim.dim_param
+    }
+
+
+def _draw(
+    missing: Iterable[onnx.ValueInfoProto],
+    sizes: dict[str, int],
+    distribution: Distribution,
+    distinct: bool,
+    generator: np.random.Generator,
+) -> Arrays:
+    drawn = {}
+    for value in missing:
+        tensor = value.type.tensor_type
+        if value.type.WhichOneof("value") != "tensor_type":
+            raise ModelError(f"input {value.name!r} is {describe_type(value.type)}, not a tensor: feed it")
+        if not tensor.HasField("shape"):
+            raise ModelError(f"input {value.name!r} has no shape: feed it")
+        shape = []
+        for dim in tensor.shape.dim:
+            size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
+            # Exporters write -1 for a size that is not known.
+            shape.append(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else size)
+        if math.prod(shape) > LARGEST_INPUT:
+            raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")
+        if tensor.elem_type in FLOATS:
+            drawn[value.name] = distribution(generator, shape)
+        elif tensor.elem_type == TensorProto.STRING:
+            raise ModelError(f"input {value.name!r} holds strings: feed it")
+        else:
+            drawn[value.name] = generator.integers(0, 2, shape).astype(numpy_type(tensor.elem_type))
+    return drawn

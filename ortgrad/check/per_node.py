@@ -1,0 +1,100 @@
+"""Every node of a model as a model of its own, on the values that it gets in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ortgrad.check.result import GradientCheck, Row
+from ortgrad.check.sessions import Arrays, typed, values_of
+from ortgrad.check.stops import quiet_stops
+from ortgrad.check.targets import not_differentiable
+from ortgrad.errors import OrtgradError
+from ortgrad.graph.loading import one_line
+from ortgrad.graph.protos import FLOATS, declared_values, dependencies
+from ortgrad.operators.schema import with_schemas
+
+
+class PathNode(NamedTuple):
+    """A node through which a gradient flows, from its outputs `of` to its inputs `wrt`."""
+
+    node: onnx.NodeProto
+    wrt: list[str]
+    of: list[str]
+
+
+def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> list[PathNode]:
+    """The nodes of the main graph through which a gradient flows."""
+    inferred = with_schemas(onnx.shape_inference.infer_shapes, proto)
+    values = declared_values(inferred.graph)
+    other = {v.name for v in values if v.type.tensor_type.elem_type not in FLOATS}
+    active, needed = set(targets), set(outputs)
+    for node in proto.graph.node:
+        if active.intersection(dependencies(node)):
+            active.update(name for name in node.output if name and name not in other)
+    found = []
+    for node in reversed(proto.graph.node):
+        of = [name for name in node.output if name in needed and name in active]
+        fixed = not_differentiable(node, proto)
+        wrt = [name for name in dependencies(node) if name in active and name not in fixed]
+        if of and wrt:
+            found.append(PathNode(node, wrt, of))
+            needed.update(wrt)
+    return found[::-1]
+
+
+def intermediate_values(proto: onnx.ModelProto, marked: onnx.ModelProto, feeds: Arrays) -> Arrays:
+    """Every value of the main graph of `marked`, computed by `proto`, where its random nodes are fixed."""
+    produced = [name for node in marked.graph.node for name in node.output if name]
+    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    return {**weights, **typed(proto, feeds), **values_of(proto, feeds, produced)}
+
+
+def check_node(
+    item: PathNode, proto: onnx.ModelProto, values: Arrays, check: Callable[..., GradientCheck]
+) -> Row:
+    """The result of `check`, which is check_gradients with its options, for one node: the worst row."""
+    node = item.node
+    name = f"{node.op_type} {node.name or node.output[0]}"
+    if not all(isinstance(values[k], np.ndarray) for k in (*dependencies(node), *item.of)):
+        return Row(name, np.nan, np.nan, "it does not work on tensors alone", judged=False)
+    model = _model_of(item, proto, values)
+    feeds = {value.name: values[value.name] for value in model.graph.input}
+    try:
+        with quiet_stops():
+            result = check(model, feeds, wrt=item.wrt, of=item.of)
+    except OrtgradError as error:
+        return Row(name, np.nan, np.nan, one_line(error), judged=False)
+    wrong = [row for row in result.rows if row.wrong]
+    judged = [row for row in result.rows if row.judged]
+    worst = max(wrong or judged or result.rows, key=lambda row: row.error / row.tolerance)
+    note = f"towards {worst.name!r}" if wrong else worst.note
+    return Row(name, worst.error, worst.tolerance, note, worst.judged)
+
+
+def _model_of(item: PathNode, proto: onnx.ModelProto, values: Arrays) -> onnx.ModelProto:
+    constants = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for node in proto.graph.node:
+        if node.op_type == "Constant":
+            constants[node.output[0]] = numpy_helper.from_array(values[node.output[0]], node.output[0])
+    declared = {value.name for value in proto.graph.input}
+    reads = dependencies(item.node)
+    fixed = [k for k in reads if k in constants and k not in item.wrt and k not in declared]
+    graph = helper.make_graph(
+        [item.node],
+        "node",
+        [_info(k, values[k]) for k in reads if k not in fixed],
+        [_info(k, values[k]) for k in item.node.output if k],
+        [constants[k] for k in fixed],
+    )
+    return helper.make_model(
+        graph, opset_imports=proto.opset_import, ir_version=proto.ir_version, functions=proto.functions
+    )
+
+
+def _info(name: str, array: np.ndarray) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)

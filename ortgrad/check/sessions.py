@@ -1,0 +1,88 @@
+"""Models in sessions, run on arrays by name in the element types that they declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper
+
+from ortgrad.errors import ModelError
+from ortgrad.graph.loading import one_line, onnxruntime_errors
+from ortgrad.graph.protos import FLOATS, copy_of
+from ortgrad.pipelines.prepare import Kernels
+from ortgrad.runtime.session import InferenceSession
+
+Arrays = dict[str, np.ndarray]
+Run = Callable[[Arrays], Arrays]
+
+
+class CannotRunError(Exception):
+    """The model does not run on these inputs."""
+
+
+def on_onnxruntime(model: onnx.ModelProto, kernels: Kernels = "onnx") -> Run:
+    """A function that runs the model in a session and returns its outputs by name, in their order.
+
+    Raises ModelError if onnxruntime does not load the model; the function raises CannotRunError.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # its errors are handled here, and need not be on stderr as well
+    session = InferenceSession(model, options, kernels=kernels)
+    names = [output.name for output in session.get_outputs()]
+
+    def run(feeds: Arrays) -> Arrays:
+        try:
+            return dict(zip(names, session.run(None, typed(model, feeds)), strict=True))
+        except onnxruntime_errors() as error:
+            raise CannotRunError(one_line(error)) from error
+
+    return run
+
+
+class Backward:
+    """A gradient model that can be run; `targets` are the names whose gradients it computes."""
+
+    def __init__(self, built: onnx.ModelProto, targets: Sequence[str], kernels: Kernels) -> None:
+        self._run = on_onnxruntime(built, kernels)
+        self._targets = targets
+
+    def run(self, feeds: Arrays) -> Arrays:
+        """The gradients by target."""
+        try:
+            results = list(self._run(feeds).values())
+        except CannotRunError as error:
+            raise ModelError(f"the gradient model does not run: {error}") from error
+        # They are behind the outputs of the model itself.
+        arrays = map(np.asarray, results[-len(self._targets) :])
+        return dict(zip(self._targets, arrays, strict=True))
+
+
+def values_of(model: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Arrays:
+    """Intermediate values of the model."""
+    exposed = copy_of(model)
+    del exposed.graph.output[:]
+    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    try:
+        return on_onnxruntime(exposed)(feeds)
+    except CannotRunError as error:
+        raise ModelError(f"the model does not run: {error}") from error
+
+
+def typed(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> Arrays:
+    """The feeds that the model takes, floating-point ones in the element types it declares."""
+    found = {}
+    for value in model.graph.input:
+        element = value.type.tensor_type.elem_type
+        if value.name in feeds:
+            array = feeds[value.name]
+            found[value.name] = np.asarray(array).astype(numpy_type(element)) if element in FLOATS else array
+    return found
+
+
+def numpy_type(element: int) -> np.dtype:
+    """The NumPy type of an onnx element type."""
+    return np.dtype(helper.tensor_dtype_to_np_dtype(element))

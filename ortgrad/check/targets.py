@@ -1,0 +1,40 @@
+"""Which inputs of a model, and of its nodes, a gradient can flow to."""
+
+from __future__ import annotations
+
+import onnx
+
+from ortgrad.graph.protos import FLOATS, captured_names, subgraphs
+from ortgrad.operators.declaration import find_operator
+
+# Inputs of gradient operators that are settings; those of standard operators are in their schemas.
+SETTINGS = {"ratio", "roi", "scales"}
+
+
+def differentiable(proto: onnx.ModelProto) -> list[str]:
+    """The floating-point inputs and initializers that some node takes as something to differentiate."""
+    elements = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    elements |= {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
+    used: set[str] = set()
+    for node in proto.graph.node:
+        used.update(set(node.input) - not_differentiable(node, proto))
+        used.update(name for graph in subgraphs(node) for name in captured_names(graph))
+    return [name for name, element in elements.items() if element in FLOATS and name in used]
+
+
+def not_differentiable(node: onnx.NodeProto, proto: onnx.ModelProto) -> set[str]:
+    """The inputs of a node that its schema declares to have no gradient: scales, axes, ratios."""
+    operator = find_operator(node.op_type, node.domain)
+    if operator is not None:
+        parameters = zip(node.input, operator.inputs, strict=False)
+        return {name for name, parameter in parameters if name and parameter.name in SETTINGS}
+    if node.op_type == "ResizeGrad":
+        return set(node.input[2:4])  # onnxruntime-training's: roi and scales
+    version = next((o.version for o in proto.opset_import if o.domain == node.domain), 1)
+    if not onnx.defs.has(node.op_type, version, node.domain):
+        return set()
+    formal = onnx.defs.get_schema(node.op_type, version, node.domain).inputs
+    never = onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
+    last = len(formal) - 1
+    categories = [(name, formal[min(i, last)].differentiation_category) for i, name in enumerate(node.input)]
+    return {name for name, c in categories if c == never} - {name for name, c in categories if c != never}

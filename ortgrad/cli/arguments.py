@@ -1,0 +1,117 @@
+"""What can be written on the command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from ortgrad import __version__
+from ortgrad.cli.exit_codes import EXIT_CODES
+
+VALUES = "inputs, initializers or intermediate values, or patterns such as 'layer4.*'"
+PARAMETERS = f"{VALUES} (default: the parameters)"
+FIRST_OUTPUT = "outputs or intermediate values (default: the first floating-point output)"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; `command` is the module of ortgrad.cli that runs it."""
+    parser = argparse.ArgumentParser(
+        prog="ortgrad",
+        description="Gradients for the onnxruntime you already have.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ortgrad {__version__}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+
+    grad = commands.add_parser(
+        "grad",
+        help="build the backward graph of a model",
+        description="Write a model with its outputs and, for every NAME of --wrt, its gradient NAME_grad.",
+    )
+    _add_model(grad)
+    _add_output(grad)
+    _add_names(grad, PARAMETERS, FIRST_OUTPUT)
+
+    prepare = commands.add_parser(
+        "prepare",
+        help="make a model with gradient nodes ready for onnxruntime",
+        description="Make a model that holds gradient nodes one that a plain onnxruntime session runs.",
+    )
+    _add_model(prepare)
+    _add_output(prepare)
+    _add_kernels(prepare)
+
+    check = commands.add_parser(
+        "check",
+        help="compare the gradients of a model with finite differences",
+        description="Compare gradients with float64 finite differences; the exit code is 1 if they disagree.",
+    )
+    _add_model(check)
+    _add_names(
+        check,
+        f"{VALUES} (default: all inputs and initializers that a gradient flows to)",
+        "outputs or intermediate values (default: all floating-point outputs)",
+    )
+    _add_kernels(check)
+    check.add_argument("--per-node", action="store_true", help="check every node by itself as well")
+    check.add_argument(
+        "--feeds", metavar="FILE.npz", help="inputs by name; the others are drawn at random (see numpy.savez)"
+    )
+    _add_progress(check)
+
+    explain = commands.add_parser(
+        "explain",
+        help="show what each node of a model becomes",
+        description="List the nodes of a model: the operators that compute their gradients, or why there are "
+        "none. The exit code is 3 if one cannot be differentiated.",
+    )
+    _add_model(explain)
+    _add_names(explain, PARAMETERS, FIRST_OUTPUT)
+
+    ops = commands.add_parser(
+        "ops",
+        help="list gradient operators and rules",
+        description="List the gradient operators, and the operators that can be differentiated.",
+    )
+    ops.add_argument("filter", nargs="?", default="", metavar="TEXT", help="only names that contain TEXT")
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a small CNN on handwritten digits",
+        description="Build the backward graph of a small CNN, check it, and train it on handwritten digits.",
+    )
+    _add_progress(demo)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="an ONNX file")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", required=True, metavar="OUT", help="the file to write")
+
+
+def _add_names(parser: argparse.ArgumentParser, wrt: str, of: str) -> None:
+    parser.add_argument("--wrt", nargs="+", action="extend", metavar="NAME", help=f"gradients of what: {wrt}")
+    parser.add_argument(
+        "--of", nargs="+", action="extend", metavar="NAME", help=f"what is differentiated: {of}"
+    )
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernels",
+        choices=["auto", "python", "onnx"],
+        default="auto",
+        help="what computes gradient nodes: Python kernels, standard ONNX operators, or per node "
+        "whichever is faster (default: auto)",
+    )
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show a progress bar on stderr (default: if that is a terminal)",
+    )

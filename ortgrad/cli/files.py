@@ -1,0 +1,68 @@
+"""The files that commands read and write."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from ortgrad.errors import ModelError
+
+# protobuf cannot write more than 2 GB; some room is left for the graph itself.
+LARGEST_FILE = (1 << 31) - (1 << 26)
+SMALLEST_EXTERNAL_TENSOR = 1024
+
+
+def load_feeds(path: str) -> dict[str, np.ndarray]:
+    """The arrays of an npz file by name."""
+    # Opened here, because numpy does not close files that it cannot read.
+    with open(path, "rb") as file:
+        try:
+            loaded = np.load(file)
+            arrays = None if isinstance(loaded, np.ndarray) else dict(loaded)
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ModelError(
+                f"there are no arrays to be read in {path!r} ({error}): write it with numpy.savez"
+            ) from error
+    if arrays is None:
+        raise ModelError(f"{path!r} holds a single array: write inputs by name with numpy.savez")
+    return arrays
+
+
+def output_path(name: str) -> Path:
+    """The file to write, checked before the work is done."""
+    path = Path(name)
+    if path.is_dir():
+        raise ModelError(f"cannot write {name!r}: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ModelError(f"cannot write {name!r}: there is no folder {str(path.parent)!r}; make it first")
+    return path
+
+
+def save_and_describe(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model and print its inputs and outputs."""
+    _save(model, path)
+    count = len(model.graph.node)
+    print(f"{path}: {count} node{'s' if count != 1 else ''}")
+    print(f"  inputs:  {', '.join(value.name for value in model.graph.input)}")
+    print(f"  outputs: {', '.join(value.name for value in model.graph.output)}")
+
+
+def _save(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model; the weights of one that does not fit in one file go to a second beside it."""
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST_FILE:
+        path.write_bytes(model.SerializeToString())
+        return
+    data = path.with_name(path.name + ".data")
+    # onnx appends to a file that exists.
+    data.unlink(missing_ok=True)
+    onnx.save_model(
+        model,
+        str(path),
+        save_as_external_data=True,
+        location=data.name,
+        size_threshold=SMALLEST_EXTERNAL_TENSOR,
+    )

@@ -1,0 +1,374 @@
+"""ConvGrad in standard ONNX operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.errors import NodeError
+from ortgrad.ops._windows import explicit_pads, per_dimension, require_outputs, windows
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Recorder
+
+# With fewer input channels than this, one product for all taps is faster than one for each.
+_FEW_CHANNELS = 16
+# A kernel with more taps than this is not written out tap by tap: the time in which onnxruntime loads a model
+# grows with the square of the number of nodes, and above 7x7 it runs slower, too.
+_MANY_TAPS = 49
+_END = 1 << 62
+
+
+def conv_grad_body(
+    op: Recorder,
+    dy: ir.Value,
+    x: ir.Value,
+    w: ir.Value,
+    *,
+    group: int,
+    kernel_shape: list[int] | None,
+    wanted: tuple[bool, bool, bool],
+    **attributes: Any,
+) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
+    """dX = ConvTranspose(dY, W); dW = X @ dY for each tap of the kernel, or Conv(X, dY); dB = sum of dY"""
+    # Conv(X, dY) takes kernels of any size. Where it is differentiated once more, dY is the kernel, and its
+    # size need not be known.
+    needed = op.checked or needs_kernel(w, dy, attributes["auto_pad"])
+    fixed = kernel_shape is not None or has_known_kernel(w) or needed
+    kernel = kernel_shape or (known_kernel(w) if fixed else [1] * (op.rank(w) - 2))
+    try:
+        form = _Form.of(x, kernel, group=group, fixed=fixed, **attributes)
+    except ValueError as error:
+        raise NodeError(str(error)) from error
+    if op.checked:
+        sizes = op.Shape(x, start=2) if None in form.sizes else [n for n in form.sizes if n is not None]
+        dy = require_outputs(op, dy, sizes, kernel, **attributes)
+    return (
+        _dx(op, dy, x, w, form) if wanted[0] else None,
+        _dw(op, dy, x, w, form) if wanted[1] else None,
+        op.ReduceSum(dy, [0, *form.axes], keepdims=0) if wanted[2] else None,
+    )
+
+
+def needs_kernel(w: ir.Value, dy: ir.Value, auto_pad: str) -> bool:
+    """Whether the body can only be written for a kernel of known size."""
+    return w.shape is None or _is_double(dy) or auto_pad.startswith("SAME")
+
+
+def has_known_kernel(w: ir.Value) -> bool:
+    """Whether the shape of W tells the size of the kernel."""
+    return w.shape is not None and len(w.shape) > 2 and all(isinstance(n, int) for n in w.shape[2:])
+
+
+def known_kernel(w: ir.Value) -> list[int]:
+    """The size of the kernel as the shape of W tells it."""
+    if w.shape is None or not has_known_kernel(w):
+        raise NodeError(f"the kernel size is not known; declare the shape of {w.name!r} or give kernel_shape")
+    return [int(n) for n in w.shape[2:]]  # type: ignore[arg-type]
+
+
+def _is_double(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.name == "DOUBLE"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is known of the windows before the run. Sizes may be unknown, and then pads, too."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    sizes: tuple[int | None, ...]  # of X
+    pads: tuple[tuple[int, ...], tuple[int, ...]] | None
+    auto_pad: str
+    group: int
+    fixed: bool  # whether the kernel is known; if not, ones stand for its sizes, and sizes are not known
+
+    @classmethod
+    def of(
+        cls,
+        x: ir.Value,
+        kernel: Sequence[int],
+        *,
+        group: int,
+        fixed: bool,
+        auto_pad: str,
+        strides: Sequence[int] | None,
+        dilations: Sequence[int] | None,
+        pads: Sequence[int] | None,
+    ) -> _Form:
+        rank = len(kernel)
+        if x.shape is not None and len(x.shape) != rank + 2:
+            raise ValueError(f"X has {len(x.shape)} dimensions, but the kernel has {rank} spatial ones")
+        dims = list(x.shape)[2:] if x.shape is not None else [None] * rank
+        sizes = tuple(d if isinstance(d, int) and fixed else None for d in dims)
+        strides = per_dimension("strides", strides, rank)
+        dilations = per_dimension("dilations", dilations, rank)
+        kernel = per_dimension("kernel_shape", kernel, rank)
+        extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+        known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        if auto_pad == "NOTSET":
+            known = explicit_pads(pads, rank)
+        elif auto_pad == "VALID":
+            known = (0,) * rank, (0,) * rank
+        elif all(n is not None or s == 1 for n, s in zip(sizes, strides, strict=True)):
+            # With stride 1 the padding does not depend on the size.
+            some = [e if n is None else n for n, e in zip(sizes, extents, strict=True)]
+            win = windows(some, kernel, auto_pad=auto_pad, strides=strides, dilations=dilations)
+            known = win.heads, win.tails
+        elif any(s > e + 1 for s, e in zip(strides, extents, strict=True)):
+            raise ValueError(
+                f"auto_pad {auto_pad} with strides {list(strides)} and kernel {list(kernel)} may leave gaps "
+                "where the sizes of X are not known; give pads instead"
+            )
+        return cls(kernel, strides, dilations, sizes, known, auto_pad, group, fixed)
+
+    @property
+    def extents(self) -> list[int]:
+        return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def axes(self) -> list[int]:
+        return list(range(2, 2 + self.rank))
+
+    def heads(self, op: Recorder, x: ir.Value) -> list[int] | ir.Value:
+        """The padding before X."""
+        return list(self.pads[0]) if self.pads else self._pads_at_run_time(op, x)[0]
+
+    def padded(self, op: Recorder, x: ir.Value) -> ir.Value:
+        """X with its padding."""
+        if self.pads is None:
+            pads = op.Concat(*self._pads_at_run_time(op, x), axis=0)
+        else:
+            pads = [*self.pads[0], *self.pads[1]]
+            if not any(pads):
+                return x
+        return op.Pad(x, pads, None, self.axes, rank=2 + self.rank)
+
+    def _pads_at_run_time(self, op: Recorder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The padding for SAME_UPPER and SAME_LOWER, before and after."""
+        sizes, strides = op.Shape(x, start=2), list(self.strides)
+        outputs = (sizes + [s - 1 for s in strides]) / strides
+        total = op.Max((outputs - 1) * strides + self.extents - sizes, 0)
+        small = total / 2
+        large = total - small
+        return (small, large) if self.auto_pad == "SAME_UPPER" else (large, small)
+
+
+def _reshaped(op: Recorder, value: ir.Value, *sizes: ir.Value | list[int]) -> ir.Value:
+    """The value in a shape that is put together of vectors."""
+    # Never -1: that fails if the value is empty.
+    return op.Reshape(value, op.Concat(*sizes, axis=0), allowzero=1)
+
+
+def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    if _is_double(dy):
+        return _dx_of_columns(op, dy, x, w, form)
+    heads, tails = form.pads or ((0,) * form.rank,) * 2
+    # What the windows leave over at the end, or the most they can if the size is not known.
+    left = [
+        s - 1 if n is None or form.pads is None else (n + h + t - e) % s
+        for n, h, t, e, s in zip(form.sizes, heads, tails, form.extents, form.strides, strict=True)
+    ]
+    dx = op.ConvTranspose(
+        dy,
+        w,
+        kernel_shape=list(form.kernel) if form.fixed else None,
+        strides=list(form.strides),
+        dilations=list(form.dilations),
+        group=form.group,
+        pads=[*heads, *tails],
+        output_padding=left,
+    )
+    if form.pads is None:
+        starts = form.heads(op, x)
+        return op.Slice(dx, starts, starts + op.Shape(x, start=2), form.axes)
+    if any(n is None and s > 1 for n, s in zip(form.sizes, form.strides, strict=True)):
+        return op.Slice(dx, [0] * form.rank, op.Shape(x, start=2), form.axes)
+    return dx
+
+
+def _dx_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """The same without ConvTranspose, which onnxruntime does not have in float64: W @ dY, added up."""
+    rank, strides, group = form.rank, list(form.strides), form.group
+    channels, samples = op.Shape(x, start=1, end=2), op.Shape(x, end=1)
+    outputs = [op.Shape(dy, start=axis, end=axis + 1) for axis in form.axes]
+    others = op.ReduceProd(op.Shape(w, start=1), keepdims=1)
+    kernels = _reshaped(op, w, [group], op.Shape(w, end=1) / group, others)
+    columns = op.MatMul(op.Transpose(kernels, perm=[0, 2, 1]), _by_group(op, dy, form))
+    taps = list(form.kernel)
+    columns = _reshaped(op, columns, channels, taps, samples, *outputs)
+    # Tap k of output o is added at k * dilation + o * stride. With a stride, the taps get zeros between them
+    # instead of the dilation, and zeros behind them, to fill rows as long as the stride.
+    gaps = [d - 1 if s > 1 else 0 for s, d in zip(strides, form.dilations, strict=True)]
+    if any(gaps):
+        own = [2 + 2 * i for i in range(rank)]
+        columns = op.Pad(op.Unsqueeze(columns, own), [0] * rank + gaps, None, own, rank=2 + 3 * rank)
+        taps = [k * (g + 1) for k, g in zip(taps, gaps, strict=True)]
+        columns = _reshaped(op, columns, channels, taps, samples, *outputs)
+    fill = [-k % s for k, s in zip(taps, strides, strict=True)]
+    if any(fill):
+        columns = op.Pad(columns, [0] * rank + fill, None, list(range(1, 1 + rank)), rank=2 + 2 * rank)
+    rows = [-(-k // s) for k, s in zip(taps, strides, strict=True)]
+    split = [n for pair in zip(rows, strides, strict=True) for n in pair]
+    columns = _reshaped(op, columns, channels, split, samples, *outputs)
+    # Now row r of output o is added at r * shift + o, in units of the stride.
+    order = [axis for i in range(rank) for axis in (1 + 2 * i, 2 + 2 * rank + i, 2 + 2 * i)]
+    dx = op.Transpose(columns, perm=[0, 1 + 2 * rank, *order])
+    shape = op.Shape(dx)
+    sizes: list[ir.Value] = []
+    behind = op.constant(np.array([1]))
+    for i in reversed(range(rank)):
+        before = op.ReduceProd(op.Slice(shape, [0], [2 + 3 * i]), keepdims=1)
+        behind = behind * strides[i]
+        shift = form.dilations[i] if strides[i] == 1 else 1
+        dx = _reshaped(op, dx, before, [rows[i]], outputs[i], behind)
+        dx, size = _add_shifted(op, dx, rows[i], shift, outputs[i], before, behind)
+        behind = behind * size
+        sizes.insert(0, size * strides[i])
+    dx = op.Transpose(_reshaped(op, dx, channels, samples, *sizes), perm=[1, 0, *form.axes])
+    heads = form.heads(op, x)
+    dx = op.Slice(dx, heads, op.Shape(x, start=2) + heads, form.axes)
+    if max(strides) == 1:
+        return dx
+    # What no window reaches.
+    missing = op.Shape(x, start=2) - op.Shape(dx, start=2)
+    return op.Pad(dx, op.Concat([0] * rank, missing, axis=0), None, form.axes, rank=2 + rank)
+
+
+def _add_shifted(
+    op: Recorder,
+    value: ir.Value,
+    rows: int,
+    shift: int,
+    length: ir.Value,
+    before: ir.Value,
+    behind: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """Of (before, rows, length, behind) the sum over the rows, each moved by `shift` more than the last;
+    and how long that is."""
+    # Rows with enough zeros behind them, cut into rows that are shorter by the shift.
+    reach = length + (rows - 1) * shift
+    if rows > 1:
+        value = op.Pad(value, [0, rows * shift], None, [2], rank=4)
+        joined = _reshaped(op, value, before, (reach + shift) * rows, behind)
+        value = _reshaped(op, op.Slice(joined, [0], [-rows * shift], [1]), before, [rows], reach, behind)
+    return op.ReduceSum(value, [1], keepdims=0), reach
+
+
+def _dw(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    taps, group = math.prod(form.kernel), form.group
+    if taps > _MANY_TAPS or not form.fixed:
+        x, dy = _with_a_sample(op, x, form), _with_a_sample(op, dy, form)
+        return (_dw_of_columns if _is_double(dy) else _dw_of_conv)(op, dy, x, w, form)
+    x = form.padded(op, x)
+    parts = _taps(op, dy, x, form) if taps > 1 or max(form.strides) > 1 else [x]
+    parts = [_by_sample(op, part, dy, group) for part in parts]
+    across = op.Transpose(_by_sample(op, dy, dy, group), perm=[0, 1, 3, 2])
+    channels = w.shape[1] if w.shape is not None else None
+    if group == 1 and isinstance(channels, int) and channels < _FEW_CHANNELS:
+        parts = [op.Concat(*parts, axis=2)]
+    products = [op.ReduceSum(op.MatMul(part, across), [0], keepdims=0) for part in parts]
+    dw = op.Concat(*products, axis=1) if len(products) > 1 else products[0]
+    dw = _reshaped(op, dw, [group, taps], op.Shape(w, start=1, end=2), op.Shape(w, end=1) / group)
+    return op.Reshape(op.Transpose(dw, perm=[0, 3, 2, 1]), op.Shape(w), allowzero=1)
+
+
+def _with_a_sample(op: Recorder, value: ir.Value, form: _Form) -> ir.Value:
+    """The value, with a sample of zeros if the batch is empty.
+
+    Over an empty one, a Conv of onnxruntime may never return, and a MatMul leaves its output as it was.
+    """
+    samples = value.shape[0] if value.shape is not None else None
+    if isinstance(samples, int) and samples > 0:
+        return value
+    missing = op.Max(1 - op.Shape(value, end=1), 0)
+    return op.Pad(value, op.Concat([0], missing, axis=0), None, [0], rank=2 + form.rank)
+
+
+def _dw_of_conv(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """X convolved with dY: channels and samples change places, and so do strides and dilations."""
+    group, swap = form.group, [1, 0, *form.axes]
+    pads = [*form.pads[0], *form.pads[1]] if form.pads else None
+    x = x if form.pads else form.padded(op, x)
+    if group == 1:
+        x = op.Transpose(x, perm=swap)
+    else:
+        count, channels, sizes = op.Shape(x, end=1), op.Shape(w, start=1, end=2), op.Shape(x, start=2)
+        x = _reshaped(op, x, count, [group], channels, sizes)
+        x = op.Transpose(x, perm=[2, 1, 0, *(axis + 1 for axis in form.axes)])
+        x = _reshaped(op, x, channels, count * group, sizes)
+    dw = op.Conv(
+        x,
+        op.Transpose(dy, perm=swap),
+        group=group,
+        pads=pads,
+        strides=list(form.dilations),
+        dilations=list(form.strides),
+    )
+    # What the windows leave over at the end would be taps beyond the kernel.
+    kernel = list(form.kernel) if form.fixed else op.Shape(w, start=2)
+    dw = op.Slice(dw, [0] * form.rank, kernel, form.axes)
+    return op.Transpose(dw, perm=swap)
+
+
+def _dw_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """The same without Conv, which onnxruntime does not have in float64: columns of the padded X @ dY."""
+    rank, x = form.rank, form.padded(op, x)
+    for i in range(rank):
+        # Each spatial axis becomes two: the taps, and the outputs.
+        count = op.Squeeze(op.Shape(dy, start=2 + i, end=3 + i))
+        starts = op.Range(0, count, 1) * form.strides[i]
+        taps = op.Unsqueeze(op.Range(0, form.kernel[i], 1), [1]) * form.dilations[i]
+        x = op.Gather(x, starts + taps, axis=2 + 2 * i)
+    x = op.Transpose(x, perm=[1, *range(2, 2 + 2 * rank, 2), 0, *range(3, 3 + 2 * rank, 2)])
+    across = _by_group(op, dy, form)
+    others = op.ReduceProd(op.Shape(w, start=1), keepdims=1)
+    columns = _reshaped(op, x, [form.group], others, op.Shape(across, start=2))
+    dw = op.MatMul(columns, op.Transpose(across, perm=[0, 2, 1]))
+    return op.Reshape(op.Transpose(dw, perm=[0, 2, 1]), op.Shape(w), allowzero=1)
+
+
+def _by_group(op: Recorder, dy: ir.Value, form: _Form) -> ir.Value:
+    """dY as (group, M / group, samples and positions)."""
+    # Samples beside positions: onnxruntime does not broadcast a product over an empty batch.
+    swapped = op.Transpose(dy, perm=[1, 0, *form.axes])
+    columns = op.ReduceProd(op.Shape(swapped, start=1), keepdims=1)
+    return _reshaped(op, swapped, [form.group], op.Shape(swapped, end=1) / form.group, columns)
+
+
+def _by_sample(op: Recorder, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
+    """(N, C, ...) as (N, group, C / group, positions), where the positions are those of dY."""
+    positions = op.ReduceProd(op.Shape(dy, start=2), keepdims=1)
+    channels = op.Shape(value, start=1, end=2) / group
+    return _reshaped(op, value, op.Shape(value, end=1), [group], channels, positions)
+
+
+def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
+    """For each tap of the kernel, what it reads of the padded X."""
+    starts = [
+        tuple(k * d for k, d in zip(tap, form.dilations, strict=True)) for tap in np.ndindex(form.kernel)
+    ]
+    phases = [tuple(a % s for a, s in zip(start, form.strides, strict=True)) for start in starts]
+    steps = list(form.strides) if max(form.strides) > 1 else None
+    if steps is None or len(set(phases)) == len(phases):
+        # Counted from the end, the slices need not know the sizes.
+        ends = [[a - e + 1 or _END for a, e in zip(start, form.extents, strict=True)] for start in starts]
+        return [op.Slice(x, list(a), b, form.axes, steps) for a, b in zip(starts, ends, strict=True)]
+    parts = []
+    for start, phase in zip(starts, phases, strict=True):
+        # Slices with steps are slow; this one is recorded once for all the taps that share a phase.
+        every = op.Slice(x, list(phase), [_END] * form.rank, form.axes, steps)
+        first = [a // s for a, s in zip(start, form.strides, strict=True)]
+        parts.append(op.Slice(every, first, op.Shape(dy, start=2) + first, form.axes))
+    return parts

@@ -1,0 +1,32 @@
+"""The examples in the docstrings of the public names."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import ortgrad
+
+PUBLIC = [
+    name
+    for name in ortgrad.__all__
+    if not inspect.isclass(thing := getattr(ortgrad, name)) or not issubclass(thing, Exception)
+]
+SCRIPT = """
+import doctest, sys, ortgrad
+thing = getattr(ortgrad, sys.argv[1])
+(test,) = doctest.DocTestFinder(recurse=False).find(thing, sys.argv[1], module=False, globs={})
+assert test.examples, "there is no example"
+sys.exit(doctest.DocTestRunner().run(test).failed)
+"""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_example(name: str) -> None:
+    """In a process of its own: examples declare operators."""
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
