@@ -26,9 +26,8 @@ def square_plus(x):
 
 
 @square_plus.onnx
-def _(op, x):
-    root = op.Sqrt(op.Add(op.Mul(x, x), 4.0))
-    return op.Mul(op.Add(x, root), 0.5)
+def square_plus_body(op, x):
+    return (x + op.Sqrt(x * x + 4.0)) * 0.5
 
 
 @ortgrad.operator(
@@ -40,14 +39,14 @@ def square_plus_grad(dy, x, y):
 
 
 @square_plus_grad.onnx
-def _(op, dy, x, y):
-    return op.Div(op.Mul(dy, y), op.Sub(op.Mul(y, 2.0), x))
+def square_plus_grad_body(op, dy, x, y):
+    return dy * y / (y * 2.0 - x)
 
 
-# One slot per input of SquarePlus: what flows back to it, out of what flows back to the output.
+# The gradient of the input of SquarePlus, from that of its output. A rule for several inputs returns a tuple.
 @ortgrad.gradient("SquarePlus", domain=DOMAIN)
-def _(node):
-    return (node.op.SquarePlusGrad(node.grad(0), node.input(0), node.output(0)),)
+def square_plus_gradient(node):
+    return node.op.SquarePlusGrad(node.grad(0), node.input(0), node.output(0))
 
 
 MODEL = """
