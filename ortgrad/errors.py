@@ -1,4 +1,4 @@
-"""Everything ortgrad raises derives from OrtgradError."""
+"""The exceptions and warnings of ortgrad; all exceptions derive from OrtgradError."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class NameNotFoundError(ModelError, KeyError):
 
 
 class UnsupportedGradientError(OrtgradError, NotImplementedError):
-    """Nodes between `wrt` and `of` cannot be differentiated; the text lists all of them."""
+    """Nodes between `wrt` and `of` cannot be differentiated; the message lists all of them."""
 
 
 class StoppedGradientWarning(UserWarning):
-    """A gradient is zero because every path between `wrt` and `of` ends at an operator without one."""
+    """A gradient is zero because every path from `wrt` to `of` contains an operator that has no gradient."""
 
 
 class WrongGradientError(OrtgradError, AssertionError):
-    """Gradients disagree with finite differences; the text shows by how much."""
+    """Gradients disagree with finite differences; the message shows by how much."""
 
 
 class RegistrationError(OrtgradError, ValueError):
-    """An operator is declared twice, or at a time when that is no longer safe."""
+    """An operator is declared twice, or after a session has made further declarations unsafe."""
 
 
 class KernelError(OrtgradError, RuntimeError):
-    """A Python kernel failed while a session ran; the reason's traceback is `__cause__`."""
+    """A Python kernel failed while a session ran; `__cause__` is the kernel's own exception."""
 
     def __init__(self, node: str, operator: str, inputs: str, reason: str) -> None:
         self.node = node

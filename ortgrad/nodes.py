@@ -1,4 +1,4 @@
-"""Node builders: one function per gradient operator, for people who assemble graphs themselves.
+"""Node builders: one function per gradient operator, for assembling graphs by hand.
 
     >>> from ortgrad import nodes
     >>> node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", "dB"], pads=[1, 1, 1, 1])
@@ -6,7 +6,7 @@
     >>> [value.name for value in model.graph.output]
     ['dX', 'dW', 'dB']
 
-The builders are made from the operators' declarations; nodes.pyi lists them for editors.
+The builders are derived from the operators' declarations; nodes.pyi lists them for editors.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def make_model(
     dtype: Any = "float32",
     kernels: Kernels = "python",
 ) -> onnx.ModelProto:
-    """A runnable model of one gradient node or several.
+    """Make a runnable model of one gradient node or several.
 
-    What no node makes becomes a graph input, what no node reads a graph output. `shapes` declares
-    shapes by name; `dtype` is the element type of all floating-point tensors.
+    Values that no node produces become graph inputs; values that no node reads become graph outputs. `shapes`
+    declares shapes by name; `dtype` is the element type of all floating-point tensors.
     """
     nodes = [nodes] if isinstance(nodes, onnx.NodeProto) else list(nodes)
     made = {name for node in nodes for name in node.output}
@@ -128,7 +128,7 @@ def make_model(
 
     unknown = sorted(set(shapes or {}) - made - read)
     if unknown:
-        raise NodeError(f"shapes speaks of {unknown[0]!r}, which no node reads or makes")
+        raise NodeError(f"shapes names {unknown[0]!r}, which no node reads or produces")
     graph = helper.make_graph(
         nodes,
         "gradient",
@@ -152,7 +152,7 @@ def _element_types(nodes: Sequence[onnx.NodeProto], dtype: str) -> dict[str, str
     for node in nodes:
         operator = find_operator(node.op_type, node.domain)
         if operator is None:
-            raise NodeError(f"make_model knows gradient nodes only, not {node.op_type}")
+            raise NodeError(f"make_model takes gradient nodes only, not {node.op_type}")
         parameters = [*operator.inputs, *operator.outputs]
         for parameter, name in zip(parameters, [*node.input, *node.output], strict=True):
             floating = "float32" in operator.types.get(parameter.type, ())

@@ -1,7 +1,7 @@
-"""Calls on another thread, while this one waits.
+"""Run a function on another thread while the calling thread waits.
 
-Python handles signals on the main thread, between two bytecodes. A call into a library that calls Python back
-should not be interrupted there: the library may take the handler's exception for something else, or lose it.
+Python runs signal handlers on the main thread, between two bytecodes. They must not interrupt a callback from
+a native library: the library may mistake the handler's exception for another error, or lose it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class _Job:
-    """A call for another thread."""
+    """A function to be called on another thread."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._context = copy_context()
@@ -30,7 +30,7 @@ class _Job:
         self.error: BaseException | None = None
 
     def claim(self) -> bool:
-        """True for the first who asks: the thread that runs it, or the caller who gives it up before."""
+        """Return True on the first call only: in the thread that runs the job, or in one that cancels it."""
         return self._claim.acquire(blocking=False)
 
     def run(self) -> None:
@@ -39,7 +39,7 @@ class _Job:
                 self.result = self._context.run(self._function)
             except BaseException as error:
                 self.error = error
-        # Before the lock: a waiting thread may be interrupted between the lock and what comes next.
+        # Set before the lock is released: the waiting thread may be interrupted right after it acquires it.
         self.finished = True
         self._end.release()
 
@@ -75,10 +75,10 @@ _idle: list[_Worker] = []
 
 
 def call_elsewhere(function: Callable[[], Result], stop: Callable[[], Any] = nullcontext) -> Result:
-    """Call a function on another thread and wait for its end.
+    """Call a function on another thread, wait until it returns, and return its result.
 
-    If a signal handler raises meanwhile, the end is awaited in the context `stop()`, and then the handler's
-    exception is raised.
+    If a signal handler raises an exception in the meantime, the context `stop()` is entered, the function is
+    still awaited, and then the handler's exception is raised.
     """
     job = _Job(function)
     interruption: BaseException | None = None
@@ -97,7 +97,7 @@ def call_elsewhere(function: Callable[[], Result], stop: Callable[[], Any] = nul
                 while not job.finished:
                     try:
                         job.wait()
-                    except BaseException:  # what it works on must outlive it
+                    except BaseException:  # the caller's data must outlive the function
                         continue
         raise interruption
     failure, job.error = job.error, None
@@ -107,5 +107,5 @@ def call_elsewhere(function: Callable[[], Result], stop: Callable[[], Any] = nul
 
 
 if hasattr(os, "register_at_fork"):
-    # A child process has only the thread that forked.
+    # In a forked child process only the forking thread exists.
     os.register_at_fork(after_in_child=_idle.clear)
