@@ -1,1 +1,1 @@
-"""What an operator is: its declaration, the call that a node carries, its schema for onnx."""
+"""Operators: their declaration, the contract of their shapes, the call of a node, the schema for onnx."""

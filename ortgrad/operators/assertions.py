@@ -1,4 +1,4 @@
-"""What a failing run says about a malformed call."""
+"""Turns onnxruntime's error about a failed comparison of shapes into a KernelError."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 
 from ortgrad.errors import KernelError
 
-# In the name of a node that fails if a call is malformed: what must hold stands after it.
+# Separates the operator from the required condition in the names of nodes that check a call at run time.
 REQUIRES = " requires "
-# The name as an error of onnxruntime quotes it.
+# Matches such a name as onnxruntime quotes it in an error message.
 _NAME = re.compile(
     rf"Name:'.*?: (?:(?P<node>.*) )?(?P<operator>\w+){REQUIRES}(?P<what>.*?)' Status Message:", re.DOTALL
 )
 
 
 def explain(text: str, inputs: str = "that do not fit") -> KernelError | None:
-    """The KernelError for an error of onnxruntime's that a comparison of shapes caused, else None."""
+    """Return the KernelError for an error message of onnxruntime; None if no checking node caused it."""
     found = _NAME.search(text)
     if found is None:
         return None

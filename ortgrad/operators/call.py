@@ -1,8 +1,8 @@
-"""What one node tells its Python kernel, as the JSON text of a single string attribute.
+"""The call of a node: the data for its Python kernel, stored as JSON in a single string attribute.
 
 onnxruntime-extensions passes attributes only as int, float (with 6 digits) or string, and every
-input and output must be named; so the exact attributes, which optional inputs are real and
-which outputs somebody reads travel together in one string.
+input and output must be named. One string therefore holds the exact attributes, and flags for the
+optional inputs that are present and the outputs that are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ortgrad.errors import NodeError
 from ortgrad.operators.contract import Contract
 from ortgrad.operators.declaration import Operator
 
-# An absent optional input is an empty tensor of this name and its element type.
+# An absent optional input is an empty tensor whose name is this prefix and its element type.
 EMPTY_PREFIX = "ortgrad.empty."
 
 
@@ -30,7 +30,7 @@ class Call:
     attributes: dict[str, Any]
     present: tuple[bool, ...]
     wanted: tuple[bool, ...]
-    # Whether build_gradient_model made the node, so that shapes are right by construction.
+    # Whether build_gradient_model made the node; its shapes are then correct by construction.
     built: bool = False
 
     @functools.cached_property
@@ -58,9 +58,9 @@ def make_call(
     *,
     built: bool = False,
 ) -> Call:
-    """The call of a node; inputs and outputs that are left out at the end are absent.
+    """Return the call of a node; trailing inputs and outputs that are not given are absent.
 
-    Raises NodeError for what is missing, or more than the operator has.
+    Raises NodeError if a required input or output is missing, or if there are too many.
     """
     if len(present) > len(operator.inputs) or len(wanted) > len(operator.outputs):
         raise NodeError(
@@ -81,7 +81,7 @@ def make_call(
 
 @functools.lru_cache(maxsize=4096)
 def parse_call(operator: Operator, text: str | bytes) -> Call:
-    """Read the attribute's text; raises NodeError if it is not what `to_json` writes."""
+    """Parse the attribute's text; raises NodeError if `to_json` did not write it."""
     try:
         fields = json.loads(text.decode() if isinstance(text, bytes) else text)
         node, attributes = _field(fields, "node", str), _field(fields, "attributes", dict)
@@ -90,7 +90,7 @@ def parse_call(operator: Operator, text: str | bytes) -> Call:
         )
         if len(present) != len(operator.inputs) or len(wanted) != len(operator.outputs):
             raise ValueError(
-                f"it speaks of {len(present)} inputs and {len(wanted)} outputs; "
+                f"it lists {len(present)} inputs and {len(wanted)} outputs; "
                 f"the operator has {len(operator.inputs)} and {len(operator.outputs)}"
             )
         return make_call(operator, node, attributes, present, wanted, built=_flag(fields.get("built", 0)))
@@ -103,7 +103,7 @@ def parse_call(operator: Operator, text: str | bytes) -> Call:
 
 def _field(fields: Any, name: str, type_: type) -> Any:
     if not isinstance(fields, dict) or not isinstance(fields.get(name), type_):
-        raise ValueError(f"there is no {type_.__name__} {name!r} in it")
+        raise ValueError(f"it has no {type_.__name__} {name!r}")
     return fields[name]
 
 

@@ -1,8 +1,8 @@
-"""What the shapes of an operator's inputs must satisfy: declared once, checked in three ways.
+"""Contracts: patterns for the shapes of an operator's inputs, declared once and checked in three ways.
 
     dims={"dY": "N M *Y", "X": "N C *S", "W": "M C *K:S", "bias": "M", "X_shape[]": "N C *S"}
 
-A pattern lists the dimensions of an input. Equal names are equal numbers:
+A pattern lists the dimensions of an input. Equal names stand for equal numbers:
 
     7          this number
     N          one dimension
@@ -11,11 +11,11 @@ A pattern lists the dimensions of an input. Equal names are equal numbers:
     *K:S       a run of as many dimensions as S has
     1^S        as many ones as S has dimensions; any number of ones if there is no S
 
-"X_shape[]" is about what stands in an integer vector rather than its shape. Where a pattern depends on
-attributes, `dims` is a function of them. Every name of a run must be met alone among new runs in a pattern.
+"X_shape[]" describes the elements of an integer vector rather than its shape. Where a pattern depends on
+attributes, `dims` is a function of them. Every run must be introduced by a pattern without other new runs.
 
-Kernels are checked before each call. When a model is prepared, what is known of its shapes is checked; what
-is not known is compared at run time, by nodes of the body (see ortgrad.graph.comparisons).
+The inputs of a kernel are checked before each call. When a model is prepared, its known shapes are checked;
+unknown dimensions are compared at run time, by nodes of the body (see ortgrad.graph.comparisons).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import numpy as np
 
 Patterns: TypeAlias = "Mapping[str, str]"
 Dims: TypeAlias = "Patterns | Callable[..., Patterns]"
-# Dimensions as far as they are known; None if not even their number is.
+# A shape with None or a name for each unknown dimension; None if the rank is unknown.
 Known: TypeAlias = "Sequence[int | str | None] | None"
 
 
 def with_axis(axis: int) -> str:
-    """The pattern of a tensor that has such an axis."""
+    """Return the pattern of a tensor whose rank is large enough for the axis."""
     if axis < 0:
         return " ".join(["*R", *(f"D{i}" for i in range(axis, 0))]).replace("D-", "E")
     return " ".join([*(f"D{i}" for i in range(axis + 1)), "*R"])
@@ -40,10 +40,10 @@ def with_axis(axis: int) -> str:
 
 class Token(NamedTuple):
     name: str  # "" for a number
-    factor: int = 1  # the number itself, or what the dimension is multiplied with
+    factor: int = 1  # the number itself, or the factor of the dimension
     run: bool = False
     ones: bool = False  # 1^name
-    like: str = ""  # the run that has as many dimensions
+    like: str = ""  # a run with the same number of dimensions
 
     @classmethod
     def parse(cls, text: str) -> Token:
@@ -59,7 +59,7 @@ class Token(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The pattern of one input, or of what stands in it."""
+    """The pattern of one input's shape, or of its elements if `contents` is true."""
 
     name: str
     parameter: int
@@ -71,7 +71,7 @@ class Contract:
     """The patterns for one choice of attributes."""
 
     def __init__(self, inputs: Sequence[str], patterns: Patterns, attributes: Mapping[str, Any]) -> None:
-        """`attributes` are those that the patterns depend on."""
+        """`attributes` are the attributes that the patterns depend on; they are shown in errors."""
         rows = []
         for name, pattern in patterns.items():
             plain = name.removesuffix("[]")
@@ -84,8 +84,8 @@ class Contract:
         self.text = ", ".join(shown).replace("[] [", " = [") + (f" with {given}" if given else "")
 
     def check_arrays(self, arrays: Sequence[np.ndarray | None]) -> None:
-        """Raise ValueError unless the arrays' shapes, and what the contract says of contents, fit."""
-        # One node sees the same shapes again and again.
+        """Raise ValueError unless the arrays' shapes, and the elements that the contract covers, match."""
+        # The shapes of a node rarely change between calls, so the last accepted ones are remembered.
         given = [None if a is None else a.shape for a in arrays]
         contents = [
             None if (array := arrays[row.parameter]) is None else array.tolist()
@@ -98,7 +98,7 @@ class Contract:
             self._passed = given, contents
 
     def check(self, shapes: Sequence[Known], contents: Mapping[int, Any]) -> None:
-        """Raise ValueError if what is known of the inputs' shapes contradicts the patterns."""
+        """Raise ValueError if the known part of the inputs' shapes contradicts the patterns."""
         dims: dict[str, int] = {}
         runs: dict[str, tuple[Any, ...]] = {}
         for row in self.rows:
@@ -128,15 +128,15 @@ class Contract:
 
     @property
     def names(self) -> list[str]:
-        """The inputs that it speaks of."""
+        """The names of the inputs that have a pattern."""
         return [row.name for row in self.rows]
 
 
 def _fits(tokens: Sequence[Token], shape: Sequence[Any], dims: dict[str, int], runs: dict[str, Any]) -> bool:
-    """Match one pattern; unknown dimensions are None or names, which prove nothing."""
+    """Match one pattern. Unknown dimensions (None or a name) match anything."""
     lengths = [_count(token, runs) for token in tokens]
     if lengths.count(None) > 1:
-        return True  # it is not known where one run ends and the other begins
+        return True  # the boundary between the runs is unknown
     room = len(shape) - sum(n for n in lengths if n is not None)
     if room < 0 or (room and None not in lengths):
         return False
@@ -170,6 +170,6 @@ def _fits(tokens: Sequence[Token], shape: Sequence[Any], dims: dict[str, int], r
 
 
 def _count(token: Token, runs: Mapping[str, Sequence[Any]]) -> int | None:
-    """How many dimensions a token stands for, if that is known."""
+    """Return the number of dimensions that a token stands for; None if it is unknown."""
     run = runs.get(token.name, runs.get(token.like)) if token.run else ()
     return 1 if not token.run else None if run is None else len(run)

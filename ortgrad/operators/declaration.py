@@ -8,7 +8,7 @@
     def tanh_grad_body(op, dy, y):
         return dy * (1.0 - y * y)
 
-Everything else (onnx schema, Python custom operator, node builder, docs) is derived from it.
+The onnx schema, the Python custom operator, the node builder and the documentation are derived from it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ortgrad.errors import NodeError, RegistrationError
 from ortgrad.operators.contract import Contract, Dims
 
 DOMAIN = "com.microsoft"
-# The string attribute that carries what a Python kernel needs (see ortgrad.operators.call).
+# The string attribute with the data for the Python kernel (see ortgrad.operators.call).
 CALL_ATTRIBUTE = "ortgrad"
-# Tells which of an operator's bodies in the model is the node's (see ortgrad.passes.attach).
+# Tells which of the operator's bodies in the model belongs to the node (see ortgrad.passes.attach).
 BODY_ATTRIBUTE = "ortgrad_body"
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32")
-# What onnxruntime-extensions hands to Python; the other types run through the body.
+# The element types that onnxruntime-extensions can pass to Python; other types run through the body.
 PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
 
 Shape = tuple["int | str | None", ...]
 Kernel = Callable[..., Any]
-# empty(i, shape): an array without values for output i, in the memory where the output belongs.
+# empty(i, shape) returns an uninitialized array for output i, in the output's own memory.
 Empty = Callable[[int, Sequence[int]], np.ndarray]
 Way = Literal["python", "onnx"]
 
@@ -60,7 +60,7 @@ class Parameter:
 
 
 class Choice:
-    """A string attribute with a closed set of values; the first one is the default."""
+    """A string attribute with a fixed set of values; the first one is the default."""
 
     def __init__(self, *values: str) -> None:
         self.values = values
@@ -78,7 +78,7 @@ class Attribute:
 
     @classmethod
     def declare(cls, name: str, spec: Any) -> Attribute:
-        """`spec` is a default value, a type (`float`, `list[int]`: no default) or a Choice."""
+        """Make an attribute from a default value, a type (`float`, `list[int]`: no default) or a Choice."""
         if isinstance(spec, Choice):
             return cls(name, str, False, spec.values[0], spec.values)
         if isinstance(spec, type) and spec in (int, float, str):
@@ -88,7 +88,7 @@ class Attribute:
         return cls(name, type(spec), False, spec)
 
     def convert(self, value: Any) -> Any:
-        """The value as plain Python data; raises NodeError if it does not fit."""
+        """Return the value as plain Python data; raises NodeError if its type or value is not allowed."""
         if self.is_list:
             if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
                 raise NodeError(
@@ -120,7 +120,7 @@ class Attribute:
 
 
 class Operand(NamedTuple):
-    """What a shape function sees of an input: its shape and, for a known int64 tensor, its value."""
+    """An input as shape functions see it: its shape and, for a constant int64 tensor, its value."""
 
     shape: Shape | None
     value: np.ndarray | None = None
@@ -136,7 +136,7 @@ class Variant:
 
 @dataclass(eq=False)
 class Operator:
-    """A gradient operator; made by the `operator` decorator."""
+    """A gradient operator, created by the `operator` decorator."""
 
     name: str
     domain: str
@@ -169,7 +169,7 @@ class Operator:
         return body
 
     def __call__(self, *arrays: np.ndarray | None, **attributes: Any) -> Any:
-        """Run the NumPy kernel, all outputs wanted."""
+        """Check the arrays' shapes and run the NumPy kernel for all outputs."""
         inputs = [None if a is None else np.asarray(a, order="C") for a in arrays]
         inputs += [None] * (len(self.inputs) - len(inputs))
         bound = {s.type: a.dtype for s, a in zip(self.inputs, inputs, strict=True) if a is not None}
@@ -183,7 +183,7 @@ class Operator:
         return self.compute(inputs, completed, (True,) * len(self.outputs), empty)
 
     def contract(self, attributes: Mapping[str, Any]) -> Contract:
-        """What the shapes of the inputs must satisfy with these attributes, all of them given."""
+        """Return the contract of the inputs' shapes; `attributes` must include the defaults."""
         names = [parameter.name for parameter in self.inputs]
         return (
             Contract(names, self.dims(**attributes), attributes)
@@ -205,7 +205,7 @@ class Operator:
         return self.kernel(*arrays, **attributes, **extra)
 
     def with_defaults(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """All attributes by name, defaults filled in; raises NodeError for what does not fit."""
+        """Return all attributes by name, with defaults; raises NodeError for an unknown or invalid one."""
         unknown = sorted(set(attributes) - set(self.attributes) - {CALL_ATTRIBUTE, BODY_ATTRIBUTE})
         if unknown:
             known = ", ".join(self.attributes) or "none"
@@ -217,7 +217,7 @@ class Operator:
         return result
 
     def variants(self) -> Iterator[Variant]:
-        """The combinations of element types for which there is a Python operator."""
+        """Yield the combinations of element types that have a Python operator."""
         names = list(self.types)
         choices = [[t for t in self.types[n] if t in PYTHON_TYPES] for n in names]
         for combination in product(*choices):
@@ -246,19 +246,19 @@ def operator(
 ) -> Callable[[Kernel], Operator]:
     """Declare a gradient operator; the decorated function is its NumPy kernel.
 
-    The kernel gets one array per input (None for an absent one), the attributes as keywords, and
-    `wanted` if an output is optional; it returns one array per output (None for an unwanted one).
-    The arrays are onnxruntime's own memory: a kernel can neither write into them nor keep them. One
-    with a keyword `empty` gets a function for its results that saves a copy: `empty(i, shape)` is an
-    array without values for output i.
+    The kernel receives one array per input (None if it is absent), the attributes as keywords, and
+    `wanted`, a tuple of bools, if an output is optional. It returns one array per output (None if it is
+    not wanted). The arrays are onnxruntime's own memory: a kernel must neither write into them nor keep
+    them. A kernel with a keyword `empty` can avoid copying its results: `empty(i, shape)` returns an
+    uninitialized array in the memory of output i.
 
-    `shapes` names the input whose shape the only output has, or is a function of one Operand per input
-    (None for an absent one) and the attributes that returns one shape per output. `dims` says what the
-    shapes of the inputs must satisfy, as patterns (see ortgrad.operators.contract) or as a function of the
-    attributes that returns them. A kernel sees no others; what patterns cannot say, it checks itself, and
-    the body does so with `op.require`. `auto` is the way that was measured to be faster.
-    `forward_attributes` are attributes of the forward operator that have no meaning here:
-    onnxruntime-training copies them onto its nodes, and rules may pass them.
+    `shapes` is the name of the input whose shape the only output has, or a function that takes one Operand
+    per input (None if it is absent) and the attributes, and returns one shape per output. `dims` gives the
+    patterns that the inputs' shapes must match (see ortgrad.operators.contract), or a function of the
+    attributes that returns them. They are checked before the kernel runs; conditions that patterns cannot
+    express are checked by the kernel, and in the body with `op.require`. `auto` ("python" or "onnx") is the
+    way that was measured to be faster. `forward_attributes` are attributes of the forward operator that the
+    gradient does not use: onnxruntime-training copies them to its nodes, and rules may pass them.
 
     >>> import numpy as np, ortgrad
     >>> @ortgrad.operator("SquareGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", domain="my.domain")
@@ -319,15 +319,15 @@ def _like(index: int) -> Callable[..., Sequence[Shape | None]]:
 
 
 def find_operator(name: str, domain: str = DOMAIN) -> Operator | None:
-    """The operator of that name, or None."""
+    """Return the operator of that name and domain, or None."""
     return _operators.get((domain, name))
 
 
 def find_anywhere(name: str) -> Operator | None:
-    """The first operator of that name in any domain, or None."""
+    """Return the first operator of that name in any domain, or None."""
     return next((operator for operator in _operators.values() if operator.name == name), None)
 
 
 def all_operators() -> tuple[Operator, ...]:
-    """Every declared operator, in the order of declaration."""
+    """Return all declared operators, in the order of declaration."""
     return tuple(_operators.values())

@@ -1,7 +1,7 @@
-"""The onnx schema of an operator, so that onnx's shape inference understands it.
+"""The onnx schemas of the operators, which onnx's shape inference needs.
 
-onnx has one table of schemas for the whole process, which other packages list and make classes of. So ours
-are in it only while a function of onnx's runs for us.
+onnx has one table of schemas per process, from which other packages generate classes. The schemas of ortgrad
+are therefore registered only while ortgrad calls a function of onnx.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ _registered: list[Operator] = []
 
 
 def check_schema(operator: Operator) -> None:
-    """Raise RegistrationError if onnx knows an operator of that name, or its declaration makes no schema."""
+    """Raise an error if onnx already has a schema of that name, or if the declaration makes no valid one."""
     if operator not in _registered and onnx.defs.has(operator.name, operator.domain):
         raise RegistrationError(
-            f"onnx knows a schema {operator.domain}::{operator.name} already, from elsewhere"
+            f"onnx already has a schema {operator.domain}::{operator.name} from elsewhere"
         )
     make_schema(operator)
 
 
 @contextmanager
 def schemas_known() -> Iterator[None]:
-    """Have the schemas of all declared operators in `onnx.defs`. Threads share them, and it can be nested."""
+    """Register the schemas of all declared operators in `onnx.defs`. Reentrant and shared between threads."""
     global _users
     with _lock:
         _users += 1
         if _users == 1:
             for operator in all_operators():
-                # One that somebody else has registered meanwhile is theirs.
+                # A schema that another package has registered in the meantime is left in place.
                 if not onnx.defs.has(operator.name, operator.domain):
                     onnx.defs.register_schema(make_schema(operator))
                     _registered.append(operator)
@@ -89,10 +89,10 @@ def schemas_known() -> Iterator[None]:
 
 
 def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call a function of onnx's while it knows our schemas.
+    """Call a function of onnx while the schemas of ortgrad are registered.
 
-    It calls `_infer` back. If Ctrl-C arrived there, the conversions of onnx's Python binding would make a
-    TypeError of it, so this happens on another thread.
+    onnx calls `_infer` back. Its Python binding would turn a KeyboardInterrupt raised there into a TypeError,
+    so the function is called on another thread.
     """
 
     def call() -> Result:
@@ -104,7 +104,7 @@ def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> 
 
 @functools.cache
 def make_schema(operator: Operator) -> onnx.defs.OpSchema:
-    """The schema that follows from the operator's declaration."""
+    """Return the schema that follows from the operator's declaration."""
     schema = onnx.defs.OpSchema(
         operator.name,
         operator.domain,
@@ -120,13 +120,13 @@ def make_schema(operator: Operator) -> onnx.defs.OpSchema:
             onnx.defs.OpSchema.Attribute(
                 CALL_ATTRIBUTE,
                 onnx.defs.OpSchema.AttrType.STRING,
-                "what the Python kernel needs, as JSON",
+                "data for the Python kernel, as JSON",
                 required=False,
             ),
             onnx.defs.OpSchema.Attribute(
                 BODY_ATTRIBUTE,
                 onnx.defs.OpSchema.AttrType.INTS,
-                "as many zeros as tell the node's function from others of the same name",
+                "zeros; their number selects the node's function among those of the same name",
                 required=False,
             ),
         ],
