@@ -1,1 +1,1 @@
-"""Working on graphs: recording nodes, walking, naming, types and shapes, reading and writing models."""
+"""Tools for graphs: recording, traversal, names, types and shapes, loading and saving of models."""

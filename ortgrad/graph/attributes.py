@@ -12,7 +12,7 @@ from ortgrad.operators.declaration import find_operator
 
 
 def attributes_of(node: ir.Node, opset: int) -> dict[str, Any]:
-    """The node's attributes as Python data, the schema's defaults filled in."""
+    """Return the node's attributes as Python data, including the schema's defaults."""
     found = dict(_default_attributes(node.op_type, node.domain, opset))
     for attribute in node.attributes.values():
         value = attribute.value

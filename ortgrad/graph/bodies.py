@@ -1,4 +1,4 @@
-"""Bodies of gradient operators: recorded in place of a node, or as a function of the model."""
+"""Recording of gradient operators' bodies, in place of a node or as a model-local function."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ortgrad.operators.call import Call
 def record_body(
     op: Recorder, call: Call, inputs: Sequence[ir.Value | None], label: str = ""
 ) -> list[ir.Value | None]:
-    """Record the operator's body on `op`; one value per output, None for an unwanted one.
+    """Record the operator's body on `op`; returns one value per output, None for an unwanted one.
 
-    In a node that was not built by ortgrad, the shapes of the inputs are compared; the label tells whose
-    comparison has failed.
+    For a node that build_gradient_model did not make, comparisons of the inputs' shapes are recorded as well;
+    `label` identifies the node in the error of a failed comparison.
     """
     operator = call.operator
     if operator.body is None:
@@ -33,7 +33,7 @@ def record_body(
             return _wanted(call, _body(op, call, operands))
         with op.checking(label or operator.name):
             what, failures = call.contract.text, record_comparisons(op, call.contract, operands)
-            # All of the body that depends on this input waits for the comparisons.
+            # Every part of the body that depends on this input runs after the comparisons.
             main, value = next(
                 (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
             )
@@ -60,7 +60,7 @@ def _wanted(call: Call, result: Any) -> list[ir.Value | None]:
 
 
 def _depends(value: ir.Value, on: ir.Value) -> bool:
-    """Whether a recorded value is computed from another."""
+    """Return whether a recorded value is computed from another."""
     seen: set[ir.Value] = set()
     waiting = [value]
     while waiting:
@@ -78,7 +78,7 @@ def _depends(value: ir.Value, on: ir.Value) -> bool:
 
 
 def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> ir.Function:
-    """The body as a model-local function, its overload a digest of its contents."""
+    """Return the body as a model-local function whose overload is a digest of its contents."""
     operator = call.operator
     op = Recorder(opset, Names(parameter.name for parameter in (*operator.inputs, *operator.outputs)))
     arguments = [
@@ -91,13 +91,13 @@ def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> 
     ]
     outputs = []
     for parameter, value in zip(operator.outputs, record_body(op, call, arguments), strict=True):
-        # A function's output must come from a node of it, and from one place only.
+        # Each output of a function must be the output of a different node in it.
         output = op.copy(value if value is not None else _nothing(op, parameter.type, arguments, call))
         output.name = parameter.name
         outputs.append(output)
     graph = ir.Graph(arguments, outputs, nodes=op.nodes, opset_imports={"": opset})
     for argument in arguments:
-        # The same body serves every node; what is known of one node's inputs stays outside.
+        # Nodes with equal bodies share one function, so it must not hold the types of one node's inputs.
         argument.type = argument.shape = None
     function = ir.Function(operator.domain, operator.name, graph=graph, attributes=())
     for node in function:
@@ -106,14 +106,14 @@ def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> 
     for inner in function.graph.subgraphs():
         for value in (*inner.inputs, *(value for node in inner for value in node.outputs)):
             if value.type is None:
-                value.shape = None  # onnx-ir would warn that it cannot write it
+                value.shape = None  # onnx-ir warns if it has to write a shape without a type
     digest = hashlib.sha256(ir.to_proto(function).SerializeToString(deterministic=True)).hexdigest()
     function.overload = digest[:12]
     return function
 
 
 def _nothing(op: Recorder, type_: str, arguments: Sequence[ir.Value], call: Call) -> ir.Value:
-    """An empty tensor for an output that nobody reads."""
+    """Return an empty tensor for an output that is not used."""
     for parameter, argument in zip(call.operator.inputs, arguments, strict=True):
         if parameter.type == type_:
             return op.CastLike(np.zeros(0, np.float32), argument)

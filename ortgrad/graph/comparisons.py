@@ -1,4 +1,4 @@
-"""An operator's contract for values of a graph: what is known is checked, the rest compared at run time.
+"""Checks of a contract on graph values: known shapes when a model is prepared, the others at run time.
 
 See ortgrad.operators.contract for the patterns.
 """
@@ -15,14 +15,14 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.contract import Contract, Row, Token
 
-# A vector of dimensions: numbers where they are known, else something that the graph computes.
+# A vector of dimensions: a tuple if all are known, else a value that the graph computes.
 _Vector: TypeAlias = "tuple[int, ...] | ir.Value"
 
 _END = 2**63 - 1
 
 
 def check_values(contract: Contract, values: Sequence[ir.Value | None]) -> None:
-    """Raise ValueError if what is known of the values' shapes does not fit."""
+    """Raise ValueError if the known part of the values' shapes contradicts the contract."""
     shapes = [None if value is None else _dimensions(value) for value in values]
     contents = {}
     for row in contract.rows:
@@ -36,7 +36,7 @@ def check_values(contract: Contract, values: Sequence[ir.Value | None]) -> None:
 def record_comparisons(
     op: Recorder, contract: Contract, operands: Sequence[ir.Value | None]
 ) -> list[ir.Value]:
-    """One vector of zeros if the operands' shapes fit; none if that is known already."""
+    """Record a vector that is all zeros if the operands' shapes match; returns [] if they are known to."""
     bound: dict[str, _Vector] = {}
     found: list[ir.Value] = []
     for row in contract.rows:
@@ -47,7 +47,7 @@ def record_comparisons(
 
 
 class _Comparison:
-    """Compares one operand with its pattern at run time; binds the names that are new."""
+    """Compares one operand with its pattern at run time and binds the names that are new."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Comparison:
             self._compare(parts, None if None in lengths else fixed)
 
     def _require_lengths(self) -> None:
-        """The operand is one vector of numbers that are not negative."""
+        """Require the operand to be a vector without negative numbers."""
         op, value = self.op, self.value
         if value.shape is None:
             self.found.append(op.Sub(op.Shape(op.Shape(value)), [1]))
@@ -93,7 +93,7 @@ class _Comparison:
 
     @property
     def _vector(self) -> ir.Value:
-        """All dimensions of the operand."""
+        """All dimensions of the operand, as a value."""
         if self.dims is not None and all(isinstance(d, int) for d in self.dims):
             return self.op.constant(np.array(self.dims, np.int64))
         if not self.row.contents:
@@ -109,7 +109,7 @@ class _Comparison:
 
     class _Part(NamedTuple):
         vector: _Vector
-        compared: bool  # whether it says something about the operand
+        compared: bool  # whether the operand must be compared with it
 
     def _part(
         self, token: Token, before: Sequence[int | None], after: Sequence[int | None]
@@ -120,7 +120,7 @@ class _Comparison:
         vector = self.bound.get(token.name)
         if token.ones:
             if vector is None:
-                raise NodeError(f"{self.row.name}: the pattern speaks of {token.name!r} too early")
+                raise NodeError(f"{self.row.name}: the pattern uses {token.name!r} before it is bound")
             length = _length_of(vector)
             if length is not None:
                 return self._Part((1,) * length, True)
@@ -145,7 +145,7 @@ class _Comparison:
         return self._Part(own, False)
 
     def _slice(self, token: Token, before: Sequence[int | None], after: Sequence[int | None]) -> _Vector:
-        """The operand's own dimensions at the place of a token."""
+        """Return the operand's dimensions at the position of a token."""
         start: int | None = None if None in before else sum(n or 0 for n in before)
         stop: int | None = None if None in after else -sum(n or 0 for n in after)
         if not token.run:
@@ -172,7 +172,7 @@ class _Comparison:
     def _compare(self, parts: Sequence[_Vector], length: int | None) -> None:
         op = self.op
         if self.dims is not None and None not in self.dims and all(isinstance(p, tuple) for p in parts):
-            return  # `check` has seen all of it
+            return  # `check_values` has compared these already
         actual = self._vector
         values = [_as_value(op, part) for part in parts if part != ()]
         if not values:
@@ -180,7 +180,7 @@ class _Comparison:
         else:
             expected = values[0] if len(values) == 1 else op.Concat(*values, axis=0)
         if length is None or self.dims is None:
-            # Sub would broadcast a vector of one element.
+            # Fails if the lengths differ; Sub alone would broadcast a vector of one element.
             count = op.Shape(expected) if length is None else [length]
             actual = op.saying(op.Reshape(actual, count, allowzero=1), self.text)
         self.found.append(op.Sub(actual, expected))
@@ -219,7 +219,7 @@ def _dimensions(value: ir.Value) -> tuple[int | None, ...] | None:
 
 
 def _contents(value: ir.Value) -> tuple[int | None, ...] | None:
-    """What stands in a vector, if that is constant; so many times None if only its length is known."""
+    """Return the elements of a constant vector, or one None per element if only its length is known."""
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is not None and not value.is_graph_input():
         return tuple(int(d) for d in tensor.numpy().reshape(-1))

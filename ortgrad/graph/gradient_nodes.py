@@ -1,4 +1,4 @@
-"""Walking over the gradient nodes of a model, those in subgraphs included."""
+"""Traversal and replacement of a model's gradient nodes, including those in subgraphs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, find_operato
 
 
 def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
-    """Every node that runs on one of our operators, with that operator.
+    """Yield every node of a declared operator, with that operator.
 
-    A node that calls a function of the model's own is left alone.
+    A node that calls a function of that name in the model is left out, unless ortgrad completed the node.
     """
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         operator = find_operator(node.op_type, node.domain)
@@ -23,19 +23,19 @@ def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
 
 
 def call_of(node: ir.Node, operator: Operator) -> Call:
-    """What the node's attribute says; the node must be complete."""
+    """Return the call of a node, which must be complete."""
     return parse_call(operator, node.attributes[CALL_ATTRIBUTE].as_string())
 
 
 def put_in_place(
     node: ir.Node, made: Sequence[ir.Node], op: Recorder, results: Sequence[ir.Value | None]
 ) -> None:
-    """Replace a node by `made` and what `op` recorded; results are in the order of its outputs."""
+    """Replace a node by the nodes `made` and the nodes of `op`; `results` replace its outputs, in order."""
     graph = node.graph
     assert graph is not None
     recorded = {value for recorded in op.nodes for value in recorded.outputs}
     pairs = [
-        # A graph output keeps its name, and so does what was there before.
+        # A copy, so that both a graph output and a value that existed before keep their names.
         (old, op.copy(new) if old.is_graph_output() or new not in recorded else new)
         for old, new in zip(node.outputs, results, strict=False)
         if new is not None and old.name
@@ -48,7 +48,7 @@ def put_in_place(
 
 
 def _drop_unread(node: ir.Node, needed: set[ir.Value]) -> bool:
-    """Take a node that nobody reads off its inputs; False if somebody does."""
+    """Disconnect a node from its inputs if none of its outputs is used; returns whether that was so."""
     if any(value in needed or value.uses() for value in node.outputs):
         return False
     for i in range(len(node.inputs)):

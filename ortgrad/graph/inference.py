@@ -1,4 +1,4 @@
-"""Types and shapes of values, as far as onnx's shape inference finds them."""
+"""Inference of types and shapes with onnx."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ortgrad.graph.serialization import is_known, to_proto
 from ortgrad.graph.traversal import subgraphs
 from ortgrad.operators.schema import with_schemas
 
-# Larger initializers say nothing about shapes, and onnx copies what it is given.
+# In bytes. Larger initializers do not determine shapes, and onnx copies the model that it is given.
 _LARGEST_CONSTANT = 1000
 
 
 def infer_types(model: ir.Model) -> None:
-    """Write what can be inferred into the values of the model and its subgraphs."""
+    """Infer the types and shapes of all values of the model and its subgraphs, in place."""
     with _without_weights(model):
         proto = to_proto(model)
         lengths = hide_lengths(proto)
@@ -42,7 +42,7 @@ def infer_types(model: ir.Model) -> None:
 
 @contextmanager
 def _without_weights(model: ir.Model) -> Iterator[None]:
-    """Have initializers that are large, or only defaults, be inputs for a while."""
+    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs."""
     graph, inputs = model.graph, list(model.graph.inputs)
     large = []
     for name, value in graph.initializers.items():
@@ -50,7 +50,7 @@ def _without_weights(model: ir.Model) -> Iterator[None]:
         if tensor is None:
             continue
         if value.is_graph_input():
-            # Something else may be fed.
+            # Its value is only a default: another one may be fed.
             large.append((name, value))
         elif tensor.nbytes > _LARGEST_CONSTANT:
             value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())

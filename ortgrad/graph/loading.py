@@ -1,4 +1,4 @@
-"""Reading a model from whatever the caller has: ModelProto, bytes or path."""
+"""Loading of models from a ModelProto, bytes or a path."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
 from ortgrad.graph.validation import check_fields, check_graphs
 from ortgrad.operators.declaration import DOMAIN
 
-# The versions of domains that a model does not import; onnxruntime takes the newest it knows.
+# Versions assumed for domains that a model does not import; onnxruntime assumes the newest that it has.
 ASSUMED_VERSIONS = {"": 23, "ai.onnx.ml": onnx.defs.onnx_ml_opset_version()}
 
-LARGEST_MESSAGE = (1 << 31) - 1  # bytes that protobuf writes
-# What onnx's checker, shape inference and version converter raise for a model that they refuse.
+LARGEST_MESSAGE = (1 << 31) - 1  # protobuf's limit, in bytes
+# The exceptions that onnx's checker, shape inference and version converter raise for an invalid model.
 ONNX_ERRORS: tuple[type[Exception], ...] = (
     onnx.checker.ValidationError,
     onnx.shape_inference.InferenceError,
@@ -38,9 +38,9 @@ ModelLike: TypeAlias = "onnx.ModelProto | bytes | str | os.PathLike[str]"
 
 
 def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelProto:
-    """The model as a ModelProto that imports the domains of its nodes.
+    """Return the model as a validated ModelProto that imports the domains of its nodes.
 
-    It is the caller's own object if that is one already.
+    A ModelProto that imports them already is returned itself, not a copy.
     """
     if isinstance(model, onnx.ModelProto):
         return _complete(_checked(model, "the ModelProto"))
@@ -58,22 +58,22 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
         try:
             onnx.load_external_data_for_model(proto, str(path.parent))
         except (OSError, ValueError, RuntimeError, onnx.checker.ValidationError) as error:
-            # RuntimeError is what onnx makes of an error of C++'s file system library.
+            # onnx raises RuntimeError for an error of the C++ file system library.
             raise ModelError(f"cannot read the external data of {str(path)!r}: {one_line(error)}") from error
     return _complete(proto)
 
 
 def imports_domain(model: onnx.ModelProto) -> bool:
-    """Whether the model says which version of com.microsoft it means.
+    """Return whether the model imports com.microsoft.
 
-    onnxruntime fuses nodes to operators of that domain. If a model does not import it, and a library
-    declares operators in it, as ours does, onnxruntime takes it for version 1000 and finds none of its own.
+    onnxruntime fuses nodes into operators of that domain. If a model does not import it, and a library such
+    as ortgrad declares operators in it, onnxruntime assumes version 1000 and finds none of its own operators.
     """
     return any(opset.domain == DOMAIN for opset in model.opset_import)
 
 
 def with_import(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model that imports com.microsoft."""
+    """Return a copy of the model that imports com.microsoft."""
     copy = copy_of(model)
     copy.opset_import.add(domain=DOMAIN, version=1)
     return copy
@@ -81,11 +81,11 @@ def with_import(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @contextmanager
 def judging(model: onnx.ModelProto) -> Iterator[None]:
-    """Say what is wrong with the model where working on it fails in an unforeseen way.
+    """Within this context, raise ModelError for an unexpected exception if the model is invalid.
 
-    What an invalid model makes of the code behind this cannot all be foreseen, so the model is judged by
-    onnx, and by onnxruntime if it is one for it. If they find nothing, the exception is passed on: that is
-    an error of ours, or of a rule from elsewhere.
+    An invalid model can make the passes fail in many ways. The ModelError says why onnx or onnxruntime
+    refuses the model. If both accept it, the original exception is raised: it is due to a bug in ortgrad or
+    in a user's rule.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def judging(model: onnx.ModelProto) -> Iterator[None]:
 
 
 def _complaint(model: onnx.ModelProto) -> str | None:
-    """Why onnx or onnxruntime refuses the model; None if they do not, or if it is too large for them."""
+    """Return why onnx or onnxruntime refuses the model; None if both accept it, or if it is too large."""
     from ortgrad.operators.schema import with_schemas
 
     if model.ByteSize() >= LARGEST_MESSAGE:
@@ -119,32 +119,32 @@ def _complaint(model: onnx.ModelProto) -> str | None:
     try:
         onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except onnxruntime_errors() as error:
-        # That it lacks an operator says nothing about the model.
+        # An operator that onnxruntime does not implement does not make the model invalid.
         return None if "is not a registered" in str(error) else one_line(error)
     return None
 
 
 @functools.cache
 def onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that onnxruntime makes of its statuses; they have no base class of their own."""
+    """Return the exception classes of onnxruntime, which have no common base class of their own."""
     import onnxruntime.capi.onnxruntime_pybind11_state as state
 
     return tuple(e for e in vars(state).values() if isinstance(e, type) and issubclass(e, Exception))
 
 
 def refused(error: Exception) -> ModelError:
-    """The error for a model that onnxruntime does not load, with its text."""
+    """Return the ModelError for a model that onnxruntime does not load."""
     return ModelError(f"onnxruntime does not load the model: {one_line(error)}")
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an exception on one line, not too long to read."""
+    """Return the text of an exception on one line, cut to 1000 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 1000 else f"{text[:1000]} ..."
 
 
 def with_dense_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, or a copy without sparse initializers, which onnx-ir has no place for."""
+    """Return the model, or a copy with dense instead of sparse initializers, which onnx-ir cannot hold."""
     if not any(graph.sparse_initializer for graph in all_graphs(model.graph)):
         return model
     copy = copy_of(model)
@@ -187,14 +187,14 @@ def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
 
 
 def _complete(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with all its imports, and nothing wrong with it that can be seen."""
+    """Return the model with all its imports; raises ModelError if its graphs are invalid."""
     model = _with_imports(model)
     check_graphs(model)
     return model
 
 
 def _with_imports(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, or a copy with the imports that onnxruntime assumes where one is missing."""
+    """Return the model, or a copy with the imports that onnxruntime assumes for missing ones."""
     if not any(_missing_imports(part) for part in (model, *model.functions)):
         return model
     copy = copy_of(model)
@@ -213,6 +213,6 @@ def _missing_imports(part: onnx.ModelProto | onnx.FunctionProto) -> dict[str, in
     domains = {"" if node.domain == "ai.onnx" else node.domain for node in all_nodes(nodes)}
     assumed = {domain: ASSUMED_VERSIONS.get(domain, 1) for domain in domains}
     if "ai.onnx" in imports:
-        # Another name for "".
+        # "ai.onnx" is another name for "".
         assumed[""] = imports["ai.onnx"]
     return {domain: version for domain, version in assumed.items() if domain not in imports}

@@ -1,7 +1,7 @@
-"""Keep the lengths of long integer vectors, and what they come from, from onnx's shape inference.
+"""Hides the lengths of long integer vectors, and the nodes that make them, from onnx's shape inference.
 
-It writes one dimension for every element of an integer vector of known length, in case that is a shape:
-minutes for some million elements, which a dozen bytes in a file can ask for.
+onnx stores one dimension per element of an integer vector of known length, because the vector may be a shape.
+That takes minutes for some million elements, for which a dozen bytes in a file are enough.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from onnx import AttributeProto, TensorProto
 from ortgrad.graph.protos import all_graphs, declared_values
 from ortgrad.graph.validation import SIZE_MAKERS, made_elements, small_constants
 
-# Longer than any shape, and short enough not to be noticed.
+# Longer than any shape, and short enough for inference to be fast.
 LONGEST = 1 << 12
-# An axis of this length may become that of a vector, by way of Shape and Range.
+# Longer axes of other tensors are hidden too: Shape and Range may turn them into the length of a vector.
 LONGEST_AXIS = 1 << 20
 _HIDDEN = "ortgrad.hidden"
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32)
-# How many numbers say the shape of a vector.
+# By operator: the number of elements of the size operand if the result is a vector.
 _OF_VECTOR = {"ConstantOfShape": 1, "Expand": 1, "Reshape": 1, "Tile": 1, "Range": 1, "Pad": 2}
 
 
-# Lengths by the names of values and by axes.
+# The hidden lengths, by value name and axis.
 Lengths = dict[str, dict[int, int]]
 
 
 def hide_lengths(model: onnx.ModelProto) -> Lengths:
-    """Make the lengths unknown in the model; returns them."""
+    """Make the lengths unknown in the model, in place; returns them."""
     lengths: Lengths = {}
     hidden = [_hide(graph, lengths) for graph in all_graphs(model.graph)]
     if any(hidden):
@@ -38,7 +38,7 @@ def hide_lengths(model: onnx.ModelProto) -> Lengths:
 
 
 def restore_lengths(graph: onnx.GraphProto, lengths: Lengths) -> None:
-    """Write the lengths into the types of a graph and its subgraphs, where inference found no others."""
+    """Write the lengths into the types of a graph and its subgraphs, where inference found none."""
     if not lengths:
         return
     for value in (value for inner in all_graphs(graph) for value in declared_values(inner)):
@@ -49,7 +49,7 @@ def restore_lengths(graph: onnx.GraphProto, lengths: Lengths) -> None:
 
 
 def _hide(graph: onnx.GraphProto, lengths: Lengths) -> bool:
-    """Hide the lengths of one graph; returns whether nodes were hidden."""
+    """Hide the lengths in one graph; returns whether nodes were moved to the hidden domain."""
     for value in declared_values(graph):
         longest = LONGEST if _is_vector(value) else LONGEST_AXIS
         if value.type.WhichOneof("value") != "tensor_type":
@@ -86,7 +86,7 @@ def _value_type(node: onnx.NodeProto) -> int:
 
 
 def _element_types(graph: onnx.GraphProto) -> dict[str, int]:
-    """The element types of what is constant."""
+    """Return the element types of initializers and Constant nodes, by name."""
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":

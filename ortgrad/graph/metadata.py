@@ -1,4 +1,4 @@
-"""What a built model says about itself in its metadata_props."""
+"""The entries that build_gradient_model writes to `metadata_props`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ VERSION, WRT, OF = "ortgrad.version", "ortgrad.wrt", "ortgrad.of"
 
 
 def describe_build(wrt: Sequence[str], of: Sequence[str]) -> dict[str, str]:
-    """The metadata of a model with gradients of `of` towards `wrt`."""
+    """Return the metadata of a model with the gradients of `of` with respect to `wrt`."""
     from ortgrad import __version__
 
     return {VERSION: __version__, WRT: json.dumps(list(wrt)), OF: json.dumps(list(of))}
 
 
 def is_built(model: onnx.ModelProto) -> bool:
-    """Whether the model holds gradients that ortgrad built."""
+    """Return whether build_gradient_model made the model."""
     return any(entry.key == WRT for entry in model.metadata_props)
 
 
 def names_in(built: onnx.ModelProto) -> tuple[list[str], list[str]]:
-    """The names of `wrt` and `of` of a built model, patterns and defaults resolved."""
+    """Return the names in `wrt` and `of` of a built model, with patterns and defaults resolved."""
     found = {entry.key: entry.value for entry in built.metadata_props}
     return json.loads(found[WRT]), json.loads(found[OF])

@@ -1,4 +1,4 @@
-"""Names for what is added to a model: of values and nodes, each used once in the model and its subgraphs."""
+"""Unique names for the values and nodes that are added to a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 
 class Names:
-    """Hands out names that neither a value nor a node of a model has.
+    """Generates names that no value or node of a model or its subgraphs has.
 
-    Whatever makes nodes takes their names from here, so nobody has to compare them later. onnxruntime refuses
-    two nodes of a graph with one name, and a value of a subgraph hides one of the same name outside.
+    All code that adds nodes takes their names from here, so names need no check later. onnxruntime refuses
+    two nodes of the same name in a graph, and a value of a subgraph hides an outer value of the same name.
     """
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
@@ -21,13 +21,13 @@ class Names:
 
     @classmethod
     def of(cls, model: ir.Model) -> Names:
-        """The names of a model, in which names that are there twice are changed in place.
+        """Return the names of a model, after renaming duplicates in place.
 
-        Values of the main graph keep theirs. Node names can be there twice in a file onnxruntime refuses,
-        those of values in two branches of an If, or in a subgraph where functions were inlined.
+        Values of the main graph keep their names. Duplicate node names occur in files that onnxruntime
+        refuses, duplicate value names in the branches of an If and in subgraphs with inlined functions.
         """
         names = cls(value.name for value in _values(model.graph) if value.name)
-        # All are known before one is changed, so that the first of two keeps its name.
+        # Collect all names before changing any, so that the first of two equal names is kept.
         graphs = list(model.graph.subgraphs())
         later = [value for graph in graphs for value in _values(graph) if value.name]
         nodes = [node for graph in (model.graph, *graphs) for node in graph if node.name]
@@ -39,7 +39,7 @@ class Names:
         return names
 
     def fresh(self, name: str) -> str:
-        """The name, with a number if it is taken; it is taken from then on."""
+        """Return the name, with a number appended if it is taken, and reserve it."""
         free = name
         while free in self._values or free in self._nodes:
             number = self._numbers[name] = self._numbers.get(name, 1) + 1
@@ -49,7 +49,7 @@ class Names:
         return free
 
     def rename(self, graph: ir.Graph, scope: str = "") -> None:
-        """Give everything in a graph that is not part of the model yet a name of its own."""
+        """Give unique names to the values and nodes of a graph that is not yet part of the model."""
         scope = f"{scope}/" if scope else ""
         for inner in (graph, *graph.subgraphs()):
             for value in _values(inner):
@@ -61,13 +61,13 @@ class Names:
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """The values that a graph itself defines, once each."""
+    """Iterate over the values that the graph itself defines, each once."""
     outputs = (value for node in graph for value in node.outputs)
     return iter(dict.fromkeys((*graph.inputs, *graph.initializers.values(), *outputs)))
 
 
 def _seen(taken: set[str], named: ir.Value | ir.Node) -> bool:
-    """Whether the name is taken; it is afterwards."""
+    """Reserve the name; returns whether it was taken already."""
     name = named.name or ""
     seen = name in taken
     taken.add(name)

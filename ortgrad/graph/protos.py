@@ -1,4 +1,4 @@
-"""Walking over protos, without onnx-ir, which takes a while to import."""
+"""Traversal of onnx protos, without onnx-ir, which is slow to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOATS = (FLOAT, DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes and those in their subgraphs."""
+    """Yield the nodes and those in their subgraphs, at any depth."""
     for node in nodes:
         yield node
         for graph in subgraphs(node):
@@ -21,34 +21,34 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The graph and the subgraphs of its nodes, at any depth."""
+    """Yield the graph and the subgraphs of its nodes, at any depth."""
     yield graph
     for node in all_nodes(graph.node):
         yield from subgraphs(node)
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs in a node's attributes."""
+    """Yield the graphs in a node's attributes."""
     for attribute in node.attribute:
-        # An absent graph would become present if it were written to.
+        # Writing to an absent graph would make it present.
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
 
 
 def declared_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The values of a graph whose types are written down, without those of its subgraphs."""
+    """Return the values of a graph that have a declared type, without those of its subgraphs."""
     return [*graph.input, *graph.output, *graph.value_info]
 
 
 def dependencies(node: onnx.NodeProto) -> list[str]:
-    """The names that a node reads, those that its subgraphs capture included."""
+    """Return the names that a node reads, including those that its subgraphs capture."""
     names = [name for name in node.input if name]
     return list(dict.fromkeys(names + [name for graph in subgraphs(node) for name in captured_names(graph)]))
 
 
 def captured_names(graph: onnx.GraphProto) -> list[str]:
-    """The names that a subgraph reads from outside of it."""
+    """Return the names that a subgraph captures from outside."""
     own = {value.name for value in (*graph.input, *graph.initializer)}
     found: dict[str, None] = {}
     for node in graph.node:
@@ -59,7 +59,7 @@ def captured_names(graph: onnx.GraphProto) -> list[str]:
 
 
 def copy_of(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a model that may be changed."""
+    """Return a copy of a model."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     return copy

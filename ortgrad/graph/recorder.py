@@ -1,4 +1,4 @@
-"""The `op` with which bodies and gradient rules are written."""
+"""The recorder: the object `op` with which bodies and gradient rules record nodes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ortgrad.graph.names import Names
 from ortgrad.operators.assertions import REQUIRES
 from ortgrad.operators.declaration import Operator, all_operators, find_anywhere, find_operator
 
-# The bodies use these operators as they are from this opset on (reductions with axes as an input,
-# ScatterElements with reduction, Pad with axes); older models are converted up to it.
+# Bodies use operators in the form that they have since this opset (reductions with axes as an input,
+# ScatterElements with reduction, Pad with axes); older models are converted to it.
 MINIMUM_OPSET = 18
 
 
@@ -41,24 +41,24 @@ class Recorder(ir.tape.Tape):
     """Records nodes: `op.Mul(x, y)`, `op.Conv(x, w, pads=[1, 1])`, `op.TopK(x, k, _outputs=2)`.
 
     In a body or rule, `x * y` and `1.0 - x` are recorded as well (see `arithmetic`). The same operator on the
-    same operands is recorded once. An operator that neither ONNX nor ortgrad has is an error, unless its
-    domain is given: `op.Inverse(x, _domain="com.microsoft")`.
+    same operands is recorded once. An operator that is neither in ONNX nor declared in ortgrad is an error,
+    unless its domain is given: `op.Inverse(x, _domain="com.microsoft")`.
 
-    A rule passes the attributes of its node on with `op.SoftmaxGrad_13(dy, y, **node.attributes)`; those that
-    the gradient operator declares as `forward_attributes` are left out.
+    A rule passes the attributes of its node on with `op.SoftmaxGrad_13(dy, y, **node.attributes)`; attributes
+    that the gradient operator declares as `forward_attributes` are left out.
 
-    Among the operands, None is an absent input, a float is a constant of the element type of the
-    first tensor that is not boolean, an int an int64 scalar, a list of ints an int64 vector, an array itself.
+    Operands are values, or: None for an absent input, a float for a scalar of the element type of the first
+    tensor that is not boolean, an int for an int64 scalar, a list of ints for an int64 vector, a NumPy array.
     """
 
     def __init__(self, opset: int, names: Names | None = None, scope: str = "") -> None:
         super().__init__()
         self.opset = opset
-        # Where the names come from; those of a model if the nodes are for one.
+        # The source of names; for nodes of a model, that of the model.
         self.names = Names() if names is None else names
-        # Put before the names, to tell people what the nodes belong to.
+        # A prefix of the names that shows what the nodes belong to.
         self.scope = scope
-        # Whether `require` compares anything, and the node and operator for which it does.
+        # Whether `require` records comparisons, and the node and operator that their errors name.
         self.checked = False
         self.label = ""
         self._recorded: dict[Any, Any] = {}
@@ -71,12 +71,12 @@ class Recorder(ir.tape.Tape):
     def _record(
         self, op_type: str, *operands: Any, _outputs: int = 1, _domain: str = "", **attributes: Any
     ) -> Any:
-        # In a body whose types nobody knows, a condition is not seen to be one.
+        # The condition of Where is skipped: where types are unknown, it is not recognized as boolean.
         typed = operands[1:] if op_type == "Where" else operands
         like = next((o for o in typed if isinstance(o, ir.Value) and o.dtype != ir.DataType.BOOL), None)
         inputs = [self._operand(o, like) for o in operands]
         if op_type == "CastLike" and inputs[1] is not None and inputs[1].dtype is not None:
-            # onnxruntime has no kernel for it, and warns where it would fold constants.
+            # onnxruntime has no kernel for CastLike, and warns when it folds constants.
             return self._record("Cast", inputs[0], to=int(inputs[1].dtype))
         gradient = _declared(op_type, _domain)
         dropped = gradient.forward_attributes if gradient else ()
@@ -106,7 +106,7 @@ class Recorder(ir.tape.Tape):
         outputs: int = 1,
         domain: str = "",
     ) -> Sequence[ir.Value]:
-        """Record a node as it is; its name and those of its outputs are like no others."""
+        """Record a node as given, with unique names for it and its outputs."""
         name = self.name(op_type)
         values = self.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, domain=domain, name=name)
         for i, value in enumerate(values):
@@ -114,7 +114,7 @@ class Recorder(ir.tape.Tape):
         return values
 
     def name(self, name: str) -> str:
-        """A name for something that belongs to what is recorded."""
+        """Return a unique name in the current scope."""
         return self.names.fresh(f"{self.scope}/{name}" if self.scope else name)
 
     def _operand(self, operand: Any, like: ir.Value | None) -> ir.Value | None:
@@ -129,7 +129,7 @@ class Recorder(ir.tape.Tape):
         return self.constant(np.array(operand, np.int64))
 
     def constant(self, array: np.ndarray) -> ir.Value:
-        """A constant tensor; equal ones are recorded once."""
+        """Return a constant tensor; equal constants are recorded once."""
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._recorded:
             (value,) = self.add("Constant", [], {"value": ir.tensor(array)})
@@ -139,29 +139,29 @@ class Recorder(ir.tape.Tape):
         return self._recorded[key]
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
-        """A scalar of the element type of `like`."""
+        """Return a scalar of the element type of `like`."""
         if like.dtype is not None:
             return self.constant(np.array(value, like.dtype.numpy()))
         return self.CastLike(np.array(value, np.float64), like)
 
     def copy(self, value: ir.Value) -> ir.Value:
-        """The value under a name of its own, for an output."""
+        """Return a copy of the value, for an output that needs a name of its own."""
         (copied,) = self.add("Identity", [value])
         copied.type, copied.shape = value.type, value.shape
         return copied
 
     def shape_of(self, value: ir.Value) -> ir.Value:
-        """The shape as an int64 vector: a constant if it is known, else computed."""
+        """Return the shape as an int64 vector: a constant if it is static, else computed."""
         if value.shape is not None and value.shape.is_static():
             return self.constant(np.array(value.shape.numpy(), np.int64))
         return self.Shape(value)
 
     def full_like(self, value: ir.Value, number: float) -> ir.Value:
-        """A tensor of the shape and element type of `value`, filled with a number."""
+        """Return a tensor of the shape and element type of `value`, filled with a number."""
         return self.Expand(self.number(number, value), self.shape_of(value))
 
     def rank(self, value: ir.Value) -> int:
-        """The number of dimensions, which must be known when the body is made."""
+        """Return the number of dimensions; raises NodeError if it is unknown."""
         if value.shape is None:
             raise NodeError(
                 f"the number of dimensions of {value.name!r} is not known; declare its shape "
@@ -179,10 +179,10 @@ class Recorder(ir.tape.Tape):
         rank: int | None = None,
         mode: str | None = None,
     ) -> ir.Value:
-        """Pad along some axes. `rank` is the value's number of dimensions, if that is known.
+        """Pad along `axes`. `rank` is the value's number of dimensions, if it is known.
 
-        The node is written for all axes: onnxruntime reorders `pads` when it moves a Transpose past a Pad,
-        but not `axes`.
+        The recorded node has pads for all axes and no `axes`: when onnxruntime moves a Transpose past a Pad,
+        it reorders `pads` but not `axes`.
         """
         if axes is not None:
             if rank is None and value.shape is not None:
@@ -192,7 +192,7 @@ class Recorder(ir.tape.Tape):
         return padded
 
     def _all_pads(self, value: ir.Value, pads: Any, axes: Any, rank: int | None) -> ir.Value:
-        """The pads of all axes, from those of some."""
+        """Return the pads of all axes, given those of `axes`."""
         known = ir.convenience.get_const_tensor(axes)
         if known is None or rank is None or axes.is_graph_input():
             axes = self.Cast(axes, to=ir.DataType.INT64)
@@ -208,17 +208,17 @@ class Recorder(ir.tape.Tape):
             full = np.zeros((2, rank), np.int64)
             full[:, order] = given.numpy().reshape(2, -1)
             return self.constant(full.reshape(-1))
-        # The last element is the 0 of all other axes.
+        # The appended 0 is the pad of all other axes.
         places = np.full((2, rank), 2 * len(order))
         places[:, order] = np.arange(2 * len(order)).reshape(2, -1)
         gathered: ir.Value = self.Gather(self.Concat(pads, [0], axis=0), places.reshape(-1))
         return gathered
 
     def require(self, value: ir.Value, failures: Sequence[ir.Value], what: str) -> ir.Value:
-        """The value; where calls are checked, running is an error if there is anything but 0 in `failures`.
+        """Return the value; where calls are checked, a run fails if an element of `failures` is not 0.
 
-        onnxruntime's error shows the name of the node, which says what is required. None of this moves data:
-        an empty vector, which nothing but zeros can be reshaped to, is appended to the shape of the value.
+        onnxruntime's error shows the failing node's name, which contains `what`. No data is moved: the
+        indices of nonzero elements, reshaped to length 0 (an error if there are any), are appended to the shape.
         """
         if not (self.checked and failures):
             return value
@@ -231,16 +231,16 @@ class Recorder(ir.tape.Tape):
         return result
 
     def require_shape(self, value: ir.Value, like: ir.Value, what: str) -> ir.Value:
-        """The value; where calls are checked, running is an error if it has another shape than `like`."""
+        """Return the value; where calls are checked, a run fails if its shape differs from that of `like`."""
         if not self.checked:
             return value
         shape = self.Shape(like)
-        # Sub would broadcast a vector of one element.
+        # Fails if the ranks differ; Sub alone would broadcast a vector of one element.
         own = self.saying(self.Reshape(self.Shape(value), self.Shape(shape), allowzero=1), what)
         return self.require(value, [self.Sub(own, shape)], what)
 
     def saying(self, value: ir.Value, what: str) -> ir.Value:
-        """The value, with a name that tells what is required if the node that makes it fails."""
+        """Name the value and its node so that an error of the node says what is required."""
         node = value.producer()
         if node is not None and REQUIRES not in (value.name or ""):
             node.name = value.name = f"{value.name}: {self.label}{REQUIRES}{what}"
@@ -248,7 +248,7 @@ class Recorder(ir.tape.Tape):
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Within this context, `+`, `-`, `*` and `/` on values record nodes here, for this thread."""
+        """Within this context, `+`, `-`, `*` and `/` on values of this thread record nodes here."""
         outer = _recording.set(self)
         try:
             with _arithmetic:
@@ -267,7 +267,7 @@ class Recorder(ir.tape.Tape):
 
     @contextmanager
     def checking(self, label: str) -> Iterator[None]:
-        """Have `require` compare what it is given; the label is what a failure is about."""
+        """Within this context, `require` records comparisons; their errors contain `label`."""
         self.checked, self.label = True, label
         try:
             yield
@@ -277,16 +277,16 @@ class Recorder(ir.tape.Tape):
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], build: Callable[..., Sequence[ir.Value]]
     ) -> ir.Graph:
-        """A graph for Scan, Loop or If: `build(op, *inputs)` records it and returns its outputs."""
+        """Return a graph for Scan, Loop or If; `build(op, *inputs)` records it and returns its outputs."""
         inner = self.inside(name)
         with inner.arithmetic():
             results = build(inner, *inputs)
-        # An output of a graph must come from a node of it, and from one place only.
+        # Each output of a graph must be the output of a different node in it.
         outputs = [inner.copy(value) for value in results]
         return ir.Graph(inputs, outputs, nodes=inner.nodes, name=name, opset_imports={"": self.opset})
 
     def inside(self, name: str) -> Recorder:
-        """For the nodes of a subgraph."""
+        """Return a recorder for the nodes of a subgraph."""
         return Recorder(self.opset, self.names, f"{self.scope}/{name}" if self.scope else name)
 
     def _element_types(
@@ -301,7 +301,7 @@ class Recorder(ir.tape.Tape):
             return [ir.DataType(attributes["to"])]
         body = attributes.get("body")
         if isinstance(body, ir.Graph):
-            # Of Loop and Scan; what the other outputs of a Loop's body follow is its condition.
+            # Loop and Scan. The first output of a Loop's body is the condition, which Loop does not return.
             return [value.dtype for value in body.outputs[-count:]]
         if gradient is not None:
             types = [parameter.type for parameter in gradient.inputs]
@@ -310,7 +310,7 @@ class Recorder(ir.tape.Tape):
                 for parameter in gradient.outputs
             ]
         return [
-            # DataType is an int too.
+            # DataType is a subclass of int, so it is tested first.
             element if element is None or isinstance(element, ir.DataType) else _dtype(inputs, element)
             for element in _output_types(op_type, self.opset, count)
         ]
@@ -363,7 +363,7 @@ def _unknown_operator(op_type: str, opset: int) -> AttributeError:
 
 
 def _declared(op_type: str, domain: str) -> Operator | None:
-    """The declared operator that a name means; of those from outside only one that ONNX has not."""
+    """Return the declared operator of a name. ONNX's operators precede those of users' domains."""
     if domain:
         return find_operator(op_type, domain)
     own = find_operator(op_type)
@@ -377,7 +377,7 @@ def _dtype(inputs: Sequence[ir.Value | None], index: int) -> ir.DataType | None:
 
 @functools.cache
 def _output_types(op_type: str, opset: int, count: int) -> Sequence[ir.DataType | int | None]:
-    """For each output of a standard operator: its element type, the input it shares it with, or None."""
+    """Return for each output of a standard operator its type, the index of an input of that type, or None."""
     if not onnx.defs.has(op_type, opset):
         return []
     schema = onnx.defs.get_schema(op_type, opset)

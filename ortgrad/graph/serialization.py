@@ -1,4 +1,4 @@
-"""From a ModelProto to onnx-ir, where the passes work, and back."""
+"""Conversion between ModelProto and the onnx-ir models on which the passes work."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ortgrad.graph.loading import one_line, with_dense_initializers
 from ortgrad.graph.protos import all_graphs, copy_of, declared_values
 from ortgrad.operators.declaration import DOMAIN
 
-# Function overloads came with this version; the oldest onnxruntime that is supported reads it.
+# The first version with function overloads; the oldest supported onnxruntime reads it.
 IR_VERSION = 10
-# Before this version every initializer is an input too, and onnxruntime takes no values for it.
+# Before this version every initializer is also a graph input, but onnxruntime accepts no feed for it.
 FIRST_WITH_CONSTANTS = 4
 
 
 def read(source: onnx.ModelProto) -> ir.Model:
-    """The model in onnx-ir, in a current IR version. Weights are not copied."""
+    """Convert the model to onnx-ir, with IR version 10 or newer. Weights are not copied."""
     try:
         model = from_proto(with_dense_initializers(source))
     except ir.serde.SerdeError as error:
@@ -34,7 +34,7 @@ def read(source: onnx.ModelProto) -> ir.Model:
 
 
 def _open_negative_sizes(model: ir.Model) -> None:
-    """Exporters write -1 for a size that is not known: onnxruntime reads it so, onnx computes with it."""
+    """Make negative sizes unknown. Exporters write -1 for an unknown size; onnx would compute with it."""
     for graph in model.graphs():
         for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
             if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
@@ -43,7 +43,7 @@ def _open_negative_sizes(model: ir.Model) -> None:
 
 
 def _own_names(model: ir.Model) -> None:
-    """Tensors that onnx-ir has read are the caller's: who renames a value would rename it there too."""
+    """Wrap tensors of the caller's proto, so that renaming a value does not rename the caller's tensor."""
     bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
     for graph in (*model.graphs(), *bodies):
         for value in graph.initializers.values():
@@ -56,16 +56,16 @@ def _own_names(model: ir.Model) -> None:
 
 
 def _with_own_name(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    # What onnx-ir makes of external data and text has a name of its own.
+    # onnx-ir already wraps external data and strings in objects that hold the name themselves.
     if not isinstance(tensor, ir.TensorProtoTensor) or tensor.dtype == ir.DataType.STRING:
         return tensor
     return ir.LazyTensor(lambda: tensor, tensor.dtype, tensor.shape, name=tensor.name)
 
 
 def write(model: ir.Model, source: onnx.ModelProto) -> onnx.ModelProto:
-    """The model as a ModelProto that loads with the op library registered as well as without it.
+    """Convert the model to a ModelProto that loads with and without the registered op library.
 
-    `source` is what was read; types that onnx-ir knows nothing of are taken from there.
+    `source` is the model that was read; types that onnx-ir cannot hold are copied from it.
     """
     # See imports_domain in ortgrad.graph.loading.
     model.opset_imports.setdefault(DOMAIN, 1)
@@ -78,14 +78,14 @@ def write(model: ir.Model, source: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _reason(error: BaseException) -> str:
-    """What is behind an error of onnx-ir's, which itself shows the whole model."""
+    """Return the text of the error's first cause; that of onnx-ir's own error contains the whole model."""
     while error.__cause__ is not None:
         error = error.__cause__
     return one_line(error)
 
 
 def from_proto(source: onnx.ModelProto) -> ir.Model:
-    """The model in onnx-ir, without types that it cannot hold, such as the maps of ZipMap."""
+    """Convert the model to onnx-ir, without types that onnx-ir cannot hold, such as the maps of ZipMap."""
     if not all(is_known(value.type) for value in _values(source.graph)):
         source = copy_of(source)
         for value in _values(source.graph):
@@ -95,7 +95,7 @@ def from_proto(source: onnx.ModelProto) -> ir.Model:
 
 
 def is_known(type_: onnx.TypeProto) -> bool:
-    """Whether onnx-ir can hold a type."""
+    """Return whether onnx-ir can hold a type."""
     kind = type_.WhichOneof("value")
     if kind in ("sequence_type", "optional_type"):
         return is_known(getattr(type_, kind).elem_type)
@@ -107,7 +107,7 @@ def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model as onnx-ir writes it. Shapes of values without a type, which it cannot write, are dropped."""
+    """Convert the model to a ModelProto. Drops shapes of values without a type, which ONNX cannot store."""
     bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
     for graph in (*model.graphs(), *bodies):
         for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):

@@ -1,4 +1,4 @@
-"""Walking over graphs in onnx-ir."""
+"""Traversal of onnx-ir graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOA
 
 
 def dependencies(node: ir.Node) -> list[ir.Value]:
-    """The values that a node reads, those that its subgraphs capture included."""
+    """Return the values that a node reads, including those that its subgraphs capture."""
     found = [value for value in node.inputs if value is not None]
     for graph in subgraphs(node):
         found += captured_values(graph)
@@ -16,7 +16,7 @@ def dependencies(node: ir.Node) -> list[ir.Value]:
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The graphs in a node's attributes."""
+    """Return the graphs in a node's attributes."""
     graphs: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -27,7 +27,7 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def captured_values(graph: ir.Graph) -> list[ir.Value]:
-    """What the nodes of a subgraph (and its outputs) read from outside of it."""
+    """Return the outer values that the nodes or outputs of a subgraph use."""
     own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
     found: dict[ir.Value, None] = {}
     for node in graph:
@@ -38,7 +38,7 @@ def captured_values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The values of a graph, without those in its subgraphs."""
+    """Return the named values of a graph, without those in its subgraphs."""
     values = [*graph.inputs, *graph.initializers.values()]
     values += [output for node in graph for output in node.outputs]
     return {value.name: value for value in values if value.name}

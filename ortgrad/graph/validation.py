@@ -1,9 +1,9 @@
-"""Whether a model is what the ONNX format says: everything that the rest of the package relies on.
+"""Validation of models: checks everything in the ONNX format that the rest of the package relies on.
 
-A file may come from anywhere and hold anything that protobuf parses: tensors without data, attributes of
-the wrong kind, functions that call each other without end. It is reported here, before it causes an unrelated
-error elsewhere. onnxruntime refuses nearly all of it as well; it accepts text that is not UTF-8, imports of
-version 0 and dimensions of any size where nothing uses them.
+An untrusted file may contain anything that protobuf parses: tensors without data, attributes of the wrong
+kind, functions that call each other endlessly. Such files are refused here, before they cause an unrelated
+error elsewhere. onnxruntime refuses nearly all of them too; it accepts text that is not UTF-8, imports of
+version 0, and dimensions of any size where nothing uses them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ortgrad.graph.protos import all_nodes, subgraphs
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import find_operator
 
-# What protobuf reads at most; onnxruntime has the same limit. A graph in a node in a graph is three levels.
+# The nesting limit of protobuf and onnxruntime. A graph in an attribute of a node takes three levels.
 DEEPEST = 100
-# More nodes, with every call of a function replaced by its body, are a mistake or an attack.
+# A model with more nodes after inlining is a mistake or an attack.
 MOST_NODES = 1_000_000
-# onnx-ir's inliner looks at all copies of a function that there are for each one that it makes.
+# For every copy of a function that onnx-ir's inliner makes, it visits all copies made before.
 MOST_COPIES = 10_000
 LONGEST_CALL = 200
-# More elements than a tensor of any real model has; onnx's shape inference and onnxruntime's constant folding
-# would try to compute it.
+# More than any tensor of a real model has. onnx's shape inference and onnxruntime's constant folding would
+# try to compute such a tensor.
 MOST_ELEMENTS = 1 << 31
 HIGHEST_VERSION = 2**31 - 1
 
 Part = onnx.ModelProto | onnx.FunctionProto
 Key = tuple[str, str, str]
 
-# Operators whose result has a size that an input says, and which input that is.
+# Operators with an input that determines the size of the result, and the index of that input.
 SIZE_MAKERS = {
     "ConstantOfShape": 0,
     "Expand": 1,
@@ -76,7 +76,7 @@ _ALL_VALUES = frozenset(_VALUES.values())
 
 
 def check_fields(model: onnx.ModelProto) -> None:
-    """Check every message of the model by itself: text, numbers, data of tensors, values of attributes."""
+    """Check each message of the model on its own: text, numbers, tensor data, attribute values."""
     waiting: list[tuple[Any, int, Any]] = [(model, 1, model)]
     while waiting:
         message, depth, owner = waiting.pop()
@@ -112,7 +112,7 @@ def check_fields(model: onnx.ModelProto) -> None:
 
 
 def check_graphs(model: onnx.ModelProto) -> None:
-    """Check how messages belong together: names, what nodes are called with, and calls of functions."""
+    """Check the messages against each other: names, inputs and attributes of nodes, calls of functions."""
     functions: dict[Key, onnx.FunctionProto] = {}
     for function in model.functions:
         key = (function.domain, function.name, function.overload)
@@ -143,7 +143,7 @@ def check_graphs(model: onnx.ModelProto) -> None:
 
 def _check_text(field: str, value: Any, message: Any, owner: Any) -> None:
     for text in (value,) if isinstance(value, (str, bytes)) else value:
-        # protobuf gives text that is not UTF-8 as bytes.
+        # protobuf returns text that is not UTF-8 as bytes.
         if isinstance(text, bytes):
             raise ModelError(
                 f"{field} of a {type(message).__name__}{_in(owner)} is not UTF-8: {text[:40]!r}; "
@@ -201,7 +201,7 @@ def _check_external(tensor: TensorProto, what: str, count: int) -> None:
 
 
 def _bytes(element: int, count: int) -> int:
-    """How many bytes of raw data so many elements are."""
+    """Return the size in bytes of the raw data of `count` elements."""
     return -(-count * _bits(element) // 8)
 
 
@@ -212,7 +212,7 @@ def _bits(element: int) -> int:
 
 
 def _stored(element: int, count: int) -> int:
-    """How many numbers of the tensor's own field so many elements are."""
+    """Return how many numbers store `count` elements in the tensor's typed field."""
     name = _ELEMENTS[element]
     if name in _SUB_BYTE:
         return _bytes(element, count)
@@ -254,7 +254,7 @@ def _check_graph(graph: onnx.GraphProto, outer: frozenset[str], nodes: _Nodes) -
 def _check_nodes(
     nodes: Sequence[onnx.NodeProto], known: set[str], calls: _Nodes, what: str, own: set[str] | None = None
 ) -> None:
-    """Add what the nodes compute to `known`, and look for what they read there."""
+    """Add the nodes' outputs to `known`, and check that the nodes read only names in it."""
     own = set(known) if own is None else own
     for node in nodes:
         for name in node.output:
@@ -273,7 +273,7 @@ def _check_nodes(
 
 
 def _check_sizes(graph: onnx.GraphProto) -> None:
-    """Look for tensors that constants make too large to be."""
+    """Raise ModelError for nodes that would make too large a tensor, as far as constants tell."""
     constants = None
     for node in graph.node:
         if node.op_type not in SIZE_MAKERS or node.domain not in ("", "ai.onnx"):
@@ -289,7 +289,7 @@ def _check_sizes(graph: onnx.GraphProto) -> None:
 
 
 def small_constants(graph: onnx.GraphProto) -> dict[str, list[float]]:
-    """The numbers of initializers and Constant nodes that are small enough to be shapes, by name."""
+    """Return the elements of initializers and Constant nodes that are small enough to be shapes, by name."""
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     found: dict[str, list[float]] = {}
     for node in graph.node:
@@ -307,7 +307,7 @@ def small_constants(graph: onnx.GraphProto) -> dict[str, list[float]]:
 
 
 def made_elements(node: onnx.NodeProto, constants: Mapping[str, Sequence[float]]) -> float | None:
-    """How many elements a node of SIZE_MAKERS makes at least, if constants tell."""
+    """Return a lower bound of the elements that a node of SIZE_MAKERS makes; None if it is unknown."""
     if node.op_type in ("RandomNormal", "RandomUniform"):
         shape = next((a.ints for a in node.attribute if a.name == "shape"), ())
         return math.prod(map(float, shape))
@@ -322,7 +322,7 @@ def made_elements(node: onnx.NodeProto, constants: Mapping[str, Sequence[float]]
         return None
     if node.op_type == "Pad":
         return sum(max(0.0, number) for number in value)
-    # An axis of 0 or -1 takes its length from elsewhere.
+    # In a shape, 0 and -1 stand for a length that is determined by another operand.
     return math.prod(number for number in value if number > 0)
 
 
@@ -420,7 +420,7 @@ def _attributes(schema: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def _inlined_sizes(functions: dict[Key, onnx.FunctionProto]) -> dict[Key, int]:
-    """By function how many nodes a call of it becomes, those that functions in it call included."""
+    """Return by function the number of nodes that a call of it becomes when everything is inlined."""
     calls = {key: [_key(node) for node in all_nodes(f.node)] for key, f in functions.items()}
     sizes: dict[Key, int] = {}
     depths: dict[Key, int] = {}
@@ -449,7 +449,7 @@ def _inlined_sizes(functions: dict[Key, onnx.FunctionProto]) -> dict[Key, int]:
 def _check_copies(
     graph: onnx.GraphProto, functions: dict[Key, onnx.FunctionProto], sizes: Iterable[Key]
 ) -> None:
-    """Look for functions that are called too often; `sizes` has those first that others call."""
+    """Raise ModelError for functions that are called too often; in `sizes`, callees precede their callers."""
     copies = collections.Counter(_key(node) for node in all_nodes(graph.node))
     for key in reversed(list(sizes)):
         if copies[key] > MOST_COPIES:
@@ -469,7 +469,7 @@ def _key(node: onnx.NodeProto) -> Key:
 
 
 def describe(node: onnx.NodeProto) -> str:
-    """The node as errors name it."""
+    """Return the operator and name of a node, for error messages."""
     return f"{node.op_type} node {_label(node)!r}"
 
 
