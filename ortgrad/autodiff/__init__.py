@@ -1,1 +1,1 @@
-"""Gradient rules, and the backward pass that applies them."""
+"""Automatic differentiation: gradient rules, and the backward pass that applies them."""

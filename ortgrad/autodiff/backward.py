@@ -1,4 +1,4 @@
-"""The backward pass: walk the nodes once in reverse and let their rules record the gradients."""
+"""The backward pass: visits the nodes once in reverse topological order and applies their rules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ortgrad.graph.traversal import FLOAT_TYPES, dependencies
 
 @dataclass(frozen=True)
 class Failure:
-    """A node on the path that cannot be differentiated."""
+    """A node between target and seed that cannot be differentiated."""
 
     node: ir.Node
     reason: str
 
 
 def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[ir.Value]:
-    """The floating-point values that depend on the targets, the targets included."""
+    """Return the floating-point values that depend on the targets, including the targets."""
     active = set(targets)
     for node in nodes:
         rule = find_rule(node.op_type, node.domain)
@@ -36,10 +36,10 @@ def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[
 
 
 class BackwardPass:
-    """Gradients by value, while they grow from the outputs towards the targets.
+    """Accumulates the gradient of every value, from the outputs to the targets.
 
-    `op` records the nodes; `nodes` are the forward nodes of one graph in topological order. Gradients
-    that are in `outside`, because a graph around this one computes them, keep their names.
+    `op` records the nodes; `nodes` are the forward nodes of one graph in topological order. The gradients in
+    `outside` are computed by an outer graph and keep their names.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BackwardPass:
     ) -> None:
         self.op = op
         self.failures: list[Failure] = []
-        # What was recorded for each node that was visited, in the order of the visits.
+        # The visited nodes in order, each with the nodes that were recorded for it.
         self.visits: list[tuple[ir.Node, list[ir.Node]]] = []
         self._nodes = nodes
         self._active = active_values(nodes, targets)
@@ -61,11 +61,11 @@ class BackwardPass:
         self._inside = f"{op.scope}/" if op.scope else ""
 
     def seed(self, value: ir.Value, grad: ir.Value) -> None:
-        """Start from the gradient of an output."""
+        """Add a contribution to the gradient of a value; for an output, this is the seed."""
         self._contributions.setdefault(value, []).append(grad)
 
     def run(self) -> None:
-        """Visit every node that lies between a target and a seed."""
+        """Visit every node between a target and a seed."""
         for node in reversed(self._nodes):
             if not any(value in self._contributions for value in node.outputs):
                 continue
@@ -82,18 +82,18 @@ class BackwardPass:
                     self._visit(node, grads)
                 except (UnsupportedError, NodeError) as error:
                     self.failures.append(Failure(node, str(error)))
-                    # Go on with zeros, so that all that is not supported comes to light at once.
+                    # Continue with zeros, so that all unsupported nodes are reported at once.
                     for value in dependencies(node):
                         if value in self._active:
                             self.seed(value, self.op.full_like(value, 0.0))
             self.visits.append((node, list(self.op.nodes[recorded:])))
 
     def has_gradient(self, value: ir.Value) -> bool:
-        """Whether anything has flowed back to a value."""
+        """Return whether the value has received a gradient."""
         return value in self._contributions
 
     def total(self, value: ir.Value) -> ir.Value | None:
-        """The gradient of a value, all contributions added up; None if there are none."""
+        """Return the gradient of a value, the sum of all contributions; None if there are none."""
         parts = self._contributions.get(value)
         if not parts:
             return None
@@ -106,7 +106,7 @@ class BackwardPass:
         return parts[0]
 
     def _name(self, grad: ir.Value, name: str) -> None:
-        """Call a gradient by its customary name, unless it has one already."""
+        """Name a gradient that was recorded here, unless it has been named before."""
         producer = grad.producer()
         recorded = producer is not None and producer.graph is None and grad not in self._outside
         if recorded and grad not in self._named:
@@ -133,14 +133,14 @@ class BackwardPass:
                 self.seed(value, self._like(grad, value))
 
     def _like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
-        """The gradient in the element type of the value it belongs to."""
+        """Return the gradient, cast to the element type of its value if necessary."""
         if grad.dtype is not None and value.dtype is not None and grad.dtype != value.dtype:
             return self.op.Cast(grad, to=int(value.dtype))
         return grad
 
 
 def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str:
-    """The text of an error that says all that cannot be differentiated."""
+    """Return the message of an UnsupportedGradientError, which lists all failures."""
     lines = [f"{len(failures)} node(s) between `wrt` and `of` cannot be differentiated:"]
     for failure in failures:
         node = failure.node

@@ -1,4 +1,4 @@
-"""Gradient rules: what a forward node contributes to the gradients of its inputs.
+"""Gradient rules: functions that record the gradients of a forward node's inputs.
 
     elementwise("Exp", lambda op, dy, y, x: dy * y)
 
@@ -37,7 +37,7 @@ Derivative: TypeAlias = "Callable[..., ir.Value]"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule as declared; `function` is None for an operator whose gradient is zero everywhere."""
+    """A declared rule; `function` is None for an operator whose gradient is zero everywhere."""
 
     function: RuleFunction | None
     broadcasts: bool = False
@@ -78,9 +78,9 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
         elementwise("Elu", lambda op, dy, y, x, *, alpha: dy * op.Where(op.Greater(x, 0.0), 1.0, y + alpha))
 
     Each function is called with the recorder, the gradient of the output, the output and the inputs;
-    keyword-only parameters receive attributes of the node, `**attributes` all of them. None stands for an
-    input without a gradient.
-    With several inputs, every gradient may have the shape of the (broadcast) output.
+    keyword-only parameters receive the node's attributes of that name, `**attributes` all attributes. None
+    stands for an input without a gradient. With several inputs, every gradient may have the shape of the
+    (broadcast) output.
     """
     for derivative in derivatives:
         if derivative is not None:
@@ -100,7 +100,7 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
 
 
 def _attributes_for(function: Derivative, node: ForwardNode) -> Mapping[str, Any]:
-    """The attributes of the node that the keyword parameters of a function ask for."""
+    """Return the node's attributes that the function takes as keyword parameters."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return node.attributes
@@ -108,7 +108,7 @@ def _attributes_for(function: Derivative, node: ForwardNode) -> Mapping[str, Any
 
 
 def _name_lambda(function: Derivative, name: str) -> None:
-    """Give a lambda a name that tracebacks show; functions with a name of their own keep it."""
+    """Give a lambda a name for tracebacks; named functions keep theirs."""
     if function.__name__ == "<lambda>":
         function.__name__ = function.__qualname__ = name
         function.__code__ = function.__code__.replace(co_name=name)
@@ -127,17 +127,17 @@ def _add(domain: str, op_type: str, rule: Rule) -> None:
 
 
 def find_rule(op_type: str, domain: str) -> Rule | None:
-    """The rule for an operator, or None."""
+    """Return the rule of an operator, or None."""
     return _rules.get(("" if domain == "ai.onnx" else domain, op_type))
 
 
 def all_rules() -> Mapping[tuple[str, str], Rule]:
-    """Every declared rule by (domain, operator)."""
+    """Return all declared rules by (domain, operator)."""
     return dict(_rules)
 
 
 class ForwardNode:
-    """A forward node as its rule sees it."""
+    """The argument of a gradient rule: a forward node, with the gradients of its outputs."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class ForwardNode:
         self.op = op
         self.attributes = attributes
         self.active = active
-        # Gradients of values that a subgraph of the node captures from outside.
+        # Gradients of outer values that a subgraph of the node captures.
         self.captured: dict[ir.Value, ir.Value] = {}
         self._grads = grads
 
@@ -168,28 +168,28 @@ class ForwardNode:
         return self.forward.outputs
 
     def input(self, i: int) -> ir.Value:
-        """The i-th input, which must be there."""
+        """Return the i-th input; it is an error if it is absent."""
         value = self.optional(i)
         if value is None:
             raise self.unsupported(f"it has no input {i}")
         return value
 
     def optional(self, i: int) -> ir.Value | None:
-        """The i-th input, or None if the node leaves it out."""
+        """Return the i-th input, or None if it is absent."""
         return self.inputs[i] if i < len(self.inputs) else None
 
     def wants(self, i: int) -> bool:
-        """Whether the gradient of the i-th input is needed."""
+        """Return whether the gradient of the i-th input is needed."""
         return self.optional(i) in self.active
 
     def output(self, i: int) -> ir.Value:
-        """The i-th output, which must be there."""
+        """Return the i-th output; it is an error if it is absent."""
         if i >= len(self.outputs) or not self.outputs[i].name:
             raise self.unsupported(f"it has no output {i}")
         return self.outputs[i]
 
     def add_output(self, i: int) -> ir.Value:
-        """The i-th output; one that the forward node leaves out is added to it."""
+        """Return the i-th output; if it is absent, it is added to the forward node."""
         if i >= len(self.outputs):
             self.forward.resize_outputs(i + 1)
         value = self.outputs[i]
@@ -201,31 +201,31 @@ class ForwardNode:
     def become(self, op_type: str, domain: str) -> None:
         """Replace the operator of the forward node.
 
-        The first outputs of the new operator must be those of the forward operator.
+        The outputs of the new operator must begin with those of the old one.
         """
         self.forward.domain, self.forward.op_type, self.forward.version = domain, op_type, None
 
     def grad(self, i: int) -> ir.Value:
-        """The gradient of the i-th output: zeros of its shape if nothing flows back through that one."""
+        """Return the gradient of the i-th output, or zeros of its shape if it has none."""
         given = self.optional_grad(i)
         return self.op.full_like(self.add_output(i), 0.0) if given is None else given
 
     def optional_grad(self, i: int) -> ir.Value | None:
-        """The gradient of the i-th output, or None if nothing flows back through it."""
+        """Return the gradient of the i-th output, or None if it has none."""
         return self._grads[i] if i < len(self._grads) else None
 
     def attribute(self, name: str) -> Any:
-        """An attribute as Python data: the schema's default if the node leaves it out, None without one."""
+        """Return an attribute as Python data: the schema's default if it is absent, None if there is none."""
         return self.attributes.get(name)
 
     def attributes_for(self, op_type: str) -> dict[str, Any]:
-        """The attributes that a gradient operator declares as well, to pass them on to it."""
+        """Return the node's attributes that the gradient operator `op_type` declares as well."""
         declared = find_anywhere(op_type)
         assert declared is not None, op_type
         return {name: self.attributes[name] for name in declared.attributes if name in self.attributes}
 
     def rank(self, i: int = 0) -> int:
-        """The number of dimensions of the i-th input."""
+        """Return the rank of the i-th input; it is an error if it is unknown."""
         shape = self.input(i).shape
         if shape is None:
             raise self.unsupported(
@@ -234,16 +234,16 @@ class ForwardNode:
         return len(shape)
 
     def constant(self, i: int) -> np.ndarray | None:
-        """The value of the i-th input if it is known when the graph is built, else None."""
+        """Return the value of the i-th input if it is a constant, else None."""
         import onnx_ir as ir
 
         value = self.optional(i)
         tensor = None if value is None else ir.convenience.get_const_tensor(value)
-        # An initializer that is a graph input too is only a default.
+        # An initializer that is also a graph input is only a default value.
         if tensor is None or (value is not None and value.is_graph_input()):
             return None
         return tensor.numpy()
 
     def unsupported(self, why: str) -> UnsupportedError:
-        """An error to raise: this node cannot be differentiated, and why."""
+        """Return the error to raise if the node cannot be differentiated; `why` is shown to the user."""
         return UnsupportedError(why)

@@ -1,4 +1,4 @@
-"""Which gradients are zero because every path ends at an operator through which none flows."""
+"""Finds gradients that are zero because every path contains an operator without a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ortgrad.autodiff.backward import BackwardPass, active_values
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs
 
-# What reads the shape or the type of an operand only: the numbers in it do not matter.
+# Operators that depend only on the shape or type of an operand, not on its elements.
 _VALUE_BLIND = {"Shape", "Size", "EyeLike", "RandomNormalLike", "RandomUniformLike"}
 _SHOWN = 3
 
@@ -18,7 +18,7 @@ _SHOWN = 3
 def describe_stops(
     backward: BackwardPass, nodes: Sequence[ir.Node], targets: Sequence[ir.Value], outputs: Sequence[ir.Value]
 ) -> str | None:
-    """A sentence on the targets on which the outputs depend, but through no path that has a gradient."""
+    """Return a sentence on targets that affect the outputs only through operators without a gradient."""
     zero = [value for value in targets if not backward.has_gradient(value)]
     if not zero:
         return None
@@ -26,7 +26,7 @@ def describe_stops(
     zero = [value for value in zero if value in needed]
 
     def stops(values: Sequence[ir.Value]) -> list[ir.Node]:
-        """The nodes through which a gradient towards the values does not come."""
+        """Return the nodes that stop the gradients of the values."""
         open_ = {v for v in active_values(nodes, values) if v in needed and not backward.has_gradient(v)}
         return [
             node
@@ -53,10 +53,10 @@ def describe_stops(
 
 
 def _has_no_gradient(node: ir.Node, needed: set[ir.Value]) -> bool:
-    """Whether the operator is declared to have none, or puts out integers.
+    """Return whether the operator is declared to have no gradient, or has integer outputs.
 
-    A rule may also find that one operand does not matter (the base in Pow with an exponent of 0), and a
-    loop may pass on its initial values: that is nothing to warn of.
+    No warning is needed where a rule finds that one operand has no influence (the base of Pow with an
+    exponent of 0), or where a loop passes on its initial values.
     """
     rule = find_rule(node.op_type, node.domain)
     if rule is not None and rule.function is None:
@@ -66,7 +66,7 @@ def _has_no_gradient(node: ir.Node, needed: set[ir.Value]) -> bool:
 
 
 def _needed(nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> set[ir.Value]:
-    """The values whose numbers the outputs may depend on, those that subgraphs capture included."""
+    """Return the values whose elements the outputs may depend on, including those that subgraphs capture."""
     needed = set(outputs)
     for node in reversed(nodes):
         if node.op_type not in _VALUE_BLIND and any(value in needed for value in node.outputs):
@@ -77,7 +77,7 @@ def _needed(nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> set[ir.Val
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Join the first few names, and say how many more there are."""
     more = len(names) - _SHOWN
     if more > 1:
         return f"{', '.join(names[:_SHOWN])} and {more} more"

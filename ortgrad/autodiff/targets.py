@@ -1,4 +1,4 @@
-"""What the names in `wrt` and `of` stand for in a model."""
+"""Resolution of the names and patterns in `wrt` and `of` to values of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ortgrad.graph.protos import all_graphs
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs, values_by_name
 from ortgrad.operators.call import EMPTY_PREFIX
 
-# Operands that have a gradient, also by onnx's schema, but are not what anybody trains.
+# Operands that are differentiable, also by onnx's schema, but are not trained as parameters.
 _NO_PARAMETERS = {
     "BatchNormalization": (3, 4),
     "DequantizeLinear": (1,),
@@ -31,7 +31,7 @@ _NO_PARAMETERS = {
 
 
 def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
-    """The values that `of` names; without it the first output with a floating-point type."""
+    """Return the values that `of` names; if it is None, the first output with a floating-point type."""
     if of is None:
         found = [value for value in graph.outputs if value.dtype in FLOAT_TYPES]
         if not found:
@@ -50,11 +50,11 @@ def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
 
 
 def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> ir.Model:
-    """Raise what `find_outputs` would, early, if the file declares that the outputs hold no floats."""
+    """Raise the error of `find_outputs` early if the file declares outputs that are not floating-point."""
     declared = [v.dtype for v in model.graph.outputs if of is None or v.name in of]
     integers = [dtype is not None and dtype not in FLOAT_TYPES for dtype in declared]
     if all(integers) if of is None else any(integers):
-        # Only for the advice: the types of the values that it may name.
+        # Only for the error message, which suggests floating-point values.
         infer_types(model)
         find_outputs(model.graph, of)
     return model
@@ -63,12 +63,12 @@ def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> ir.Model:
 def find_targets(
     model: ir.Model, wrt: Sequence[str] | None, source: onnx.ModelProto, outputs: Sequence[ir.Value] = ()
 ) -> list[ir.Value]:
-    """The values that `wrt` names; without it the parameters of the model.
+    """Return the values that `wrt` names; if it is None, the parameters of the model.
 
-    A name that is in the model is that value. Any other with *, ? or [ is a pattern of fnmatch: it stands for
-    the inputs and parameters that it matches; if it matches none, for other constants; if none of
-    those, for values in between. Weights among the results that are Constant nodes or inside a subgraph
-    become initializers of the main graph, so that they can be fed.
+    A name in the model stands for that value. Any other name with *, ? or [ is an fnmatch pattern: it stands
+    for the inputs and parameters that it matches; if there are none, for other constants; if there are none
+    either, for intermediate values. Weights in the result that are Constant nodes or inside a subgraph become
+    initializers of the main graph, so that they can be fed.
     """
     graph = model.graph
     hidden = _weights_in_subgraphs(graph, _defined(source.graph))
@@ -100,11 +100,11 @@ def find_targets(
 def _parameters(
     model: ir.Model, hidden: dict[str, ir.Value], source: onnx.ModelProto, outputs: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """Floating-point weights through which a gradient can flow, in the order of the file."""
+    """Return the floating-point weights that a gradient can reach, in the order of the file."""
     graph = model.graph
     reached = {*graph.outputs, *outputs}
     _reach(graph, reached, model.opset_imports)
-    # The nodes of a backward graph hold constants of their own; weights are initializers there.
+    # In a built model, Constant nodes belong to the backward graph and weights are initializers.
     built = OF in model.metadata_props
     constants = [] if built else [n.outputs[0] for n in graph if n.op_type == "Constant" and not n.domain]
     found = [value for value in graph.initializers.values() if _is_weight(value, 0)]
@@ -123,7 +123,7 @@ def _is_weight(value: ir.Value, more_than: int) -> bool:
 
 
 def _reach(graph: ir.Graph, reached: set[ir.Value], opsets: dict[str, int]) -> None:
-    """Add the values to which a gradient may flow from those that are reached already."""
+    """Add to `reached` the values that a gradient may reach from those in it."""
     for node in reversed(graph):
         rule = find_rule(node.op_type, node.domain)
         if not any(v in reached for v in node.outputs) or (rule is not None and rule.function is None):
@@ -136,12 +136,12 @@ def _reach(graph: ir.Graph, reached: set[ir.Value], opsets: dict[str, int]) -> N
 
 
 def decides_shapes(value: ir.Value, opsets: dict[str, int]) -> bool:
-    """Whether a node may take the shape of its output from a floating-point value, as Resize does."""
+    """Return whether a floating-point value may determine the shape of an output, as in Resize."""
     return any(use.idx in _fixed_operands(use.node, opsets) for use in value.uses())
 
 
 def _fixed_operands(node: ir.Node, opsets: dict[str, int]) -> Collection[int]:
-    """The operands of a node that are not trained: what its schema calls not differentiable, statistics."""
+    """Return the operands that are not trained: statistics, and what the schema calls not differentiable."""
     version = opsets.get(node.domain, 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return ()
@@ -152,7 +152,7 @@ def _fixed_operands(node: ir.Node, opsets: dict[str, int]) -> Collection[int]:
 
 
 def _weights_in_subgraphs(graph: ir.Graph, defined: Counter[str]) -> dict[str, ir.Value]:
-    """Floating-point constants inside subgraphs by name, unless something else has that name."""
+    """Return the floating-point constants inside subgraphs by name, if the name is unique in the model."""
     found = {}
     for inner in graph.subgraphs():
         constants = [node.outputs[0] for node in inner if node.op_type == "Constant" and not node.domain]
@@ -164,7 +164,7 @@ def _weights_in_subgraphs(graph: ir.Graph, defined: Counter[str]) -> dict[str, i
 
 
 def _defined(graph: onnx.GraphProto) -> Counter[str]:
-    """How often a name is given to a value in a graph and its subgraphs."""
+    """Count how many values of a graph and its subgraphs have each name."""
     found: Counter[str] = Counter()
     for inner in all_graphs(graph):
         found.update({value.name for value in (*inner.input, *inner.initializer)})
@@ -182,14 +182,14 @@ def _matching(pattern: str, graph: ir.Graph, parameters: Sequence[ir.Value]) -> 
 
 
 def _groups(graph: ir.Graph, parameters: Sequence[ir.Value]) -> Iterator[list[ir.Value]]:
-    """Where a pattern is looked for, one group after the other."""
+    """Yield the groups of values that a pattern is matched against, in order of precedence."""
     yield [*(value for value in graph.inputs if not value.is_initializer()), *parameters]
     yield [value for value in values_by_name(graph).values() if ir.convenience.get_const_tensor(value)]
     yield [value for node in graph for value in node.outputs if value.name]
 
 
 def _made_feedable(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
-    """The value, or an initializer of the main graph in the place of a weight that cannot be fed."""
+    """Return the value; a weight that cannot be fed is replaced by an initializer of the main graph."""
     tensor = ir.convenience.get_const_tensor(value)
     outside = value.graph is not graph
     if tensor is None or (value.is_initializer() and not outside) or value in graph.outputs:
@@ -199,7 +199,7 @@ def _made_feedable(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
     weight.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
     node = value.producer()
     if value.is_graph_output():
-        # A subgraph must compute what it puts out.
+        # An output of a subgraph must be computed by a node in it.
         copy = ir.node("Identity", [weight], name=names.fresh(f"{name}/copy"))
         copy.outputs[0].name, copy.outputs[0].type = copy.name, weight.type
         inner = value.graph
@@ -218,7 +218,7 @@ def _made_feedable(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
 
 
 def _require_float(argument: str, value: ir.Value) -> None:
-    # The type of what an unknown operator puts out may be unknown too; a seed needs one.
+    # The outputs of an unknown operator may have no known type; a target may lack one, a seed may not.
     allowed = FLOAT_TYPES if argument == "of" else {*FLOAT_TYPES, None}
     if value.dtype in allowed:
         return
@@ -233,7 +233,7 @@ def _require_float(argument: str, value: ir.Value) -> None:
 
 
 def _floats_behind(values: Iterable[ir.Value]) -> list[str]:
-    """The nearest floating-point results of nodes that the values are computed from."""
+    """Return the names of the nearest floating-point values from which the values are computed."""
     seen: set[ir.Value] = set()
     level = list(values)
     while level:

@@ -1,4 +1,4 @@
-"""Undo broadcasting: from the gradient of a stretched operand to that of the operand."""
+"""Unbroadcasting: sums the gradient of a broadcast operand to the operand's own shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:
-    """Sum a gradient of the shape of `output` over the axes along which `value` was stretched."""
+    """Sum a gradient of the shape of `output` over the axes along which `value` was broadcast."""
     source, target = value.shape, output.shape
     if source is None or target is None:
         return _unbroadcast_at_run_time(op, grad, value)
@@ -29,11 +29,11 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
     for i, dim in enumerate(source):
         other = target[lead + i]
         if isinstance(dim, int) and dim == 1:
-            # Summing over an axis that is 1 in the output as well does no harm.
+            # If the output's size is unknown it may be 1 too; the sum is then over one element.
             if not (isinstance(other, int) and other == 1):
                 axes.append(lead + i)
         elif not isinstance(dim, int) and (dim.value is None or dim != other):
-            # It may be 1 at run time.
+            # The size may be 1 at run time.
             return _unbroadcast_at_run_time(op, grad, value)
     if not axes:
         return grad
@@ -45,7 +45,7 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
 
 def _unbroadcast_at_run_time(op: Recorder, grad: ir.Value, value: ir.Value) -> ir.Value:
     shape, full = op.shape_of(value), op.Shape(grad)
-    # The value's shape with ones in front, as long as the gradient's.
+    # The value's shape, extended with leading ones to the rank of the gradient.
     missing = op.Sub(op.Shape(full), op.Shape(shape))
     aligned = op.Concat(op.Expand(np.array([1], np.int64), missing), shape, axis=0)
     axes = op.Squeeze(op.NonZero(op.And(op.Equal(aligned, [1]), op.Not(op.Equal(full, [1])))), [0])
