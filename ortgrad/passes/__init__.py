@@ -1,1 +1,1 @@
-"""Graph passes on onnx-ir models: one file each, a pass does one thing."""
+"""Graph passes on onnx-ir models, one per file; each takes a model and returns it."""

@@ -1,7 +1,7 @@
-"""Leave out inputs of Resize that are there in name only.
+"""Removes empty constants from the inputs of Resize.
 
-Exporters write an empty constant for the one of roi, scales and sizes that does not count. As soon as
-such a constant can be fed, for being an input of the built model, it counts as given.
+Exporters write an empty constant for an unused roi, scales or sizes. If such a constant became an input of
+the built model, which can be fed, onnxruntime would treat it as given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 def drop_empty_inputs(model: ir.Model) -> ir.Model:
-    """Take empty constants away from Resize nodes; the model must have a current opset."""
+    """Make inputs of Resize that are empty constants absent; the model must have the minimum opset."""
     for node in model.graph.all_nodes():
         if node.op_type != "Resize" or node.domain != "":
             continue

@@ -1,4 +1,4 @@
-"""Attach the body of every gradient node as a model-local function."""
+"""Attaches the bodies of gradient nodes to the model as model-local functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REFUSAL = "this onnxruntime confuses function overloads: take 1.27 or newer, or
 
 
 def attach(model: ir.Model) -> ir.Model:
-    """Give complete gradient nodes their functions; nodes with equal bodies share one."""
+    """Add a function to the model for every complete gradient node; nodes with equal bodies share one."""
     model = detach(model)
     nodes = list(gradient_nodes(model))
     bodies: dict[Operator, dict[str, ir.Function]] = {}
@@ -31,17 +31,17 @@ def attach(model: ir.Model) -> ir.Model:
         if len(functions) > 1:
             for number, function in enumerate(functions.values()):
                 _refuse_other_nodes(function, number + 2)
-    # Overloads came with IR version 10.
+    # IR version 10 introduced overloads.
     if nodes:
         model.ir_version = max(model.ir_version, 10)
     return model
 
 
 def _refuse_other_nodes(function: ir.Function, count: int) -> None:
-    """Have the function fit only nodes whose BODY_ATTRIBUTE has so many elements.
+    """Make the function valid only for nodes whose BODY_ATTRIBUTE has `count` elements.
 
-    onnxruntime before 1.27 does not look at overloads: it would compute one node's gradients with the body
-    of another. Shapes that do not fit keep it from loading the model.
+    onnxruntime before 1.27 ignores overloads: it would compute the gradients of one node with the body of
+    another. With this check the shapes do not match, and it refuses to load the model.
     """
     given = ir.Node("", "Constant", [], [ir.RefAttr("value_ints", BODY_ATTRIBUTE, ir.AttributeType.INTS)])
     expected = ir.Node("", "Constant", [], [ir.AttrInt64s("value_ints", [0] * count)])
@@ -54,7 +54,7 @@ def _refuse_other_nodes(function: ir.Function, count: int) -> None:
 
 
 def detach(model: ir.Model) -> ir.Model:
-    """Take the bodies away that were attached at an earlier time."""
+    """Remove the bodies that `attach` added earlier."""
     ours = {node for node, _ in gradient_nodes(model)}
     others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
     for key, function in list(model.functions.items()):
@@ -67,5 +67,5 @@ def detach(model: ir.Model) -> ir.Model:
 
 
 def is_body(function: ir.Function) -> bool:
-    """Whether the function looks like one that `attach` made."""
+    """Return whether the function has the name and overload of one that `attach` made."""
     return bool(find_operator(function.name, function.domain) and function.overload)

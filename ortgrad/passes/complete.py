@@ -1,7 +1,6 @@
-"""Bring gradient nodes into the complete form.
+"""Completes gradient nodes: names all inputs and outputs and adds the attribute for the Python kernel.
 
-Afterwards every node names all its inputs and outputs, and carries the attribute that its Python kernel
-reads. A node that is complete already stays as it is.
+Nodes that are complete already are not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator
 def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
     """Complete all gradient nodes of the model.
 
-    With `built`, those that are not complete yet come from gradient rules, so their shapes are right.
+    `built` says that incomplete nodes come from gradient rules: their shapes need no check at run time.
     """
     nodes = list(gradient_nodes(model))
     if not nodes:
@@ -44,7 +43,7 @@ def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
 
 
 def _check_shapes(node: ir.Node, call: Call) -> None:
-    """Raise NodeError if what is known of the inputs' shapes does not fit."""
+    """Raise NodeError if the known part of the inputs' shapes contradicts the contract."""
     present = [value if real else None for value, real in zip(node.inputs, call.present, strict=True)]
     try:
         check_values(call.contract, present)
@@ -53,7 +52,7 @@ def _check_shapes(node: ir.Node, call: Call) -> None:
 
 
 def _describe(node: ir.Node, operator: Operator, names: Names, built: bool) -> None:
-    """Write down what the node says by leaving things out, and name all its outputs."""
+    """Add the call to the node, including which inputs and outputs are absent, and name all outputs."""
     present = [value is not None for value in node.inputs]
     wanted = [
         bool(value.name and (value.uses() or value.is_graph_output() or not parameter.optional))
@@ -72,13 +71,13 @@ def _describe(node: ir.Node, operator: Operator, names: Names, built: bool) -> N
     for parameter, value, want in zip(operator.outputs, node.outputs, call.wanted, strict=True):
         value.name = value.name or names.fresh(f"{node.name}.unused.{parameter.name}")
         if not want:
-            # What the graph says of its shape would have onnxruntime reuse memory that is not there.
+            # The kernel returns an empty tensor. With another shape, onnxruntime would reuse memory it lacks.
             value.shape = None if value.type is None else ir.Shape([0])
     node.attributes.add(ir.AttrString(CALL_ATTRIBUTE, call.to_json()))
 
 
 def _plain(attribute: ir.Attr) -> Any:
-    """The value as plain Python data (bytes are decoded by the declaration)."""
+    """Return the value as plain Python data (Attribute.convert decodes bytes)."""
     if attribute.is_ref():
         raise NodeError(
             f"attribute {attribute.name!r} refers to a function's parameter; inline the function first"
@@ -87,7 +86,7 @@ def _plain(attribute: ir.Attr) -> Any:
 
 
 def _fill_inputs(model: ir.Model, node: ir.Node, operator: Operator) -> None:
-    """Put an empty tensor of the right type where an optional input is absent."""
+    """Replace absent optional inputs by empty tensors of the right type."""
     call = call_of(node, operator)
     bound: dict[str, str] = {}
     for parameter, value, real in zip(operator.inputs, node.inputs, call.present, strict=True):

@@ -1,4 +1,4 @@
-"""Keep one of several nodes that compute the same. Random operators are left alone."""
+"""Common subexpression elimination, which leaves random operators alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortgrad.graph.traversal import subgraphs
 
 
 def deduplicate(model: ir.Model) -> ir.Model:
-    """Merge equal nodes of the main graph, which must be sorted."""
+    """Merge equal nodes of the main graph, which must be in topological order."""
     graph = model.graph
     seen: dict[Any, ir.Node] = {}
     for node in list(graph):

@@ -1,4 +1,4 @@
-"""Replace gradient nodes by their bodies in standard ONNX operators."""
+"""Replaces gradient nodes by their bodies in standard ONNX operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ortgrad.operators.declaration import Operator
 
 
 def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> ir.Model:
-    """Replace every complete gradient node for which `choose` says so."""
+    """Replace every complete gradient node for which `choose` returns True."""
     names = Names.of(model)
     for node, operator in gradient_nodes(model):
         if not choose(node, operator):

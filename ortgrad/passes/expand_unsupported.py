@@ -1,4 +1,4 @@
-"""Open up nodes that have no gradient rule but a body: gradient operators, and functions of the schema."""
+"""Replaces nodes without a gradient rule by their bodies, if a gradient operator or ONNX's schema has one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ortgrad.passes.schema_functions import open_schema_function
 
 
 def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> ir.Model:
-    """Replace nodes between the targets and the outputs that only a body can differentiate.
+    """Replace nodes between the targets and the outputs that have a body but no gradient rule.
 
-    Values that are replaced hand their names on.
+    The new values keep the names of those that they replace.
     """
     names = {value.name for value in targets}, {value.name for value in outputs}
     refused: set[ir.Node] = set()
-    # A body may hold nodes that need to be opened in turn.
+    # A body may contain nodes that have to be replaced in turn.
     while _expand_once(model, *names, refused):
         infer_types(model)
     return model
@@ -52,13 +52,13 @@ def _expand_once(
         if done:
             opened = True
         else:
-            # The backward pass will say that there is no rule.
+            # The backward pass reports that there is no rule.
             refused.add(node)
     return opened
 
 
 def _path(graph: ir.Graph, wrt: Iterable[ir.Value], of: Iterable[ir.Value]) -> Iterator[ir.Node]:
-    """The nodes between values, those in the subgraphs of such nodes included."""
+    """Yield the nodes between `wrt` and `of`, including those in the subgraphs of such nodes."""
     active, needed = active_values(graph, wrt), set(of)
     for node in reversed(graph):
         if not any(value in needed for value in node.outputs):

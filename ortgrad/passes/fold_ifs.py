@@ -1,7 +1,7 @@
-"""Ifs whose condition is a constant.
+"""Replaces If nodes with a constant condition by the branch that is taken.
 
-Exporters write them for a decision that was made when the model was exported. onnxruntime puts the nodes of
-the branch in their place, too, but in the body of a Loop it may lose their results on the way.
+Exporters write them for decisions that were made at export time. onnxruntime inlines the branch too, but may
+lose its results in the body of a Loop.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ortgrad.graph.names import Names
 
 
 def fold_ifs(model: ir.Model) -> ir.Model:
-    """Put the branch that is taken in the place of an If, also inside of other subgraphs."""
+    """Replace every If with a constant condition by the branch that is taken, also in subgraphs."""
     if not any(_branch_taken(node) for node in model.graph.all_nodes()):
         return model
-    # No two values of the model have the same name from here on, in whatever graph they are.
+    # This makes all names unique in the model and its subgraphs, so that nodes can move between graphs.
     names = Names.of(model)
     for graph in list(model.graphs()):
         waiting = list(graph)
@@ -50,7 +50,7 @@ def _put_in_place(node: ir.Node, branch: ir.Graph, graph: ir.Graph, names: Names
     values = []
     for old, new in zip(node.outputs, results, strict=True):
         if new not in free:
-            # It comes from outside, or is another output as well.
+            # The branch returns an outer value, or the same value twice.
             copy = ir.node("Identity", [new], name=names.fresh(f"{old.name}/Identity"))
             nodes.append(copy)
             new = copy.outputs[0]

@@ -1,4 +1,4 @@
-"""Bring the nodes of model-local functions to the surface."""
+"""Inlines model-local functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ortgrad.passes.schema_functions import unchanged
 
 
 def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model:
-    """The model without the functions that `criteria` picks, also those written for another opset."""
+    """Inline the functions that `criteria` selects, converting those that are written for another opset."""
     chosen = [function for function in model.functions.values() if criteria(function)]
     if not chosen:
         return model
-    # A model may consist of calls alone.
+    # A model whose nodes are all calls of functions need not import the default domain.
     newest = max(function.opset_imports.get("", 1) for function in chosen)
     version = model.opset_imports.setdefault("", newest)
     try:
@@ -37,9 +37,9 @@ def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model
 
 
 def _converted(model: ir.Model) -> ir.Model:
-    """All functions inlined by onnx, which converts them to the model's opset on the way."""
+    """Inline all functions with onnx, which also converts them to the model's opset."""
     typed = with_schemas(onnx.shape_inference.infer_shapes, to_proto(model))
     inlined = with_schemas(onnx.inliner.inline_local_functions, typed, convert_version=True)
-    # For the inference that knows how large pools are.
+    # Dropped, because onnx infers wrong sizes for some pools (see ortgrad.graph.pool_sizes).
     del inlined.graph.value_info[:]
     return from_proto(inlined)

@@ -1,8 +1,8 @@
-"""Find out which shapes the states of Loop nodes keep from one iteration to the next.
+"""Infers the shapes that the states of Loop nodes keep in all iterations.
 
-ONNX's shape inference gives up on them, because a state may grow. Here the shape of the initial
-state is assumed, the body is inferred with it, and what does not come out again is dropped,
-until nothing changes: what is left holds for every iteration.
+ONNX's shape inference does not infer them, because a state may grow. Here a state is assumed to keep its
+initial shape, the body is inferred with it, and dimensions that the body changes become unknown. This is
+repeated until nothing changes; the remaining dimensions hold for every iteration.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import onnx_ir as ir
 from ortgrad.graph.inference import infer_types
 
 Dims = tuple["int | str | None", ...]
-# The shapes of a state during the loop and after it, by the numbers of the loop and the state.
+# The shapes of a state during and after the loop, by the indices of the loop and the state.
 Shapes = dict[tuple[int, int], tuple["Dims | None", "Dims | None"]]
 
 
 def infer_loop_shapes(model: ir.Model) -> None:
-    """Write the shapes of loop states into the model, in place; types must be inferred already."""
+    """Infer the shapes of loop states, in place; types must be inferred already."""
     found: Shapes = {}
     new: Shapes = {key: (start, start) for key, start, _ in _states(model) if start is not None}
     while new:
         found |= new
-        # A loop inside of another may start from a state of that one.
+        # An inner loop may start from a state of the outer one.
         states = _states(_assuming(model, found))
         new = {key: (start, start) for key, start, _ in states if start is not None and key not in found}
     assumed: Shapes = {}
@@ -40,7 +40,7 @@ def infer_loop_shapes(model: ir.Model) -> None:
 
 
 def _assuming(model: ir.Model, shapes: Shapes) -> ir.Model:
-    """A copy of the model that is inferred with shapes of states."""
+    """Return a copy of the model, inferred with the given shapes of states."""
     trial = model.clone()
     _apply(trial, shapes)
     infer_types(trial)
@@ -54,7 +54,7 @@ def _loops(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Graph]]:
 
 
 def _states(model: ir.Model) -> Iterator[tuple[tuple[int, int], Dims | None, Dims | None]]:
-    """Every state: its key, its shape at the start, and at the body's end."""
+    """Yield for every state its key, its initial shape, and its shape at the end of the body."""
     for number, (node, body) in enumerate(_loops(model)):
         count = len(body.inputs) - 2
         for i, values in enumerate(zip(node.inputs[2:], body.outputs[1 : 1 + count], strict=False)):
@@ -69,7 +69,7 @@ def _dims(value: ir.Value | None) -> Dims | None:
 
 
 def _join(one: Dims | None, other: Dims | None) -> Dims | None:
-    """What two shapes have in common."""
+    """Return the dimensions that two shapes have in common; None if their ranks differ."""
     if one is None or other is None or len(one) != len(other):
         return None
     return tuple(a if a == b else None for a, b in zip(one, other, strict=True))

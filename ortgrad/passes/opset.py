@@ -1,4 +1,4 @@
-"""Convert models that are older than what the bodies and rules are written for."""
+"""Converts older models to the minimum opset that bodies and rules are written for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HIDDEN = "ortgrad.unknown"
 
 
 def at_minimum_opset(model: ir.Model) -> ir.Model:
-    """The model, converted with onnx's own converter if its opset is too old."""
+    """Return the model, converted with onnx's version converter if its opset is too old."""
     version = model.opset_imports.setdefault("", MINIMUM_OPSET)
     if version >= MINIMUM_OPSET:
         return model
-    # The converter would drop them.
+    # The converter drops functions, so they are inlined before.
     model = inline(model, lambda _: True)
     roundings = _roundings(model) if version <= 10 else {}
     if version < 13:
@@ -46,7 +46,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     for node in model.graph.all_nodes():
         rounding = roundings.get(node.outputs[0].name or "")
         if node.op_type == "Resize" and rounding is not None:
-            # The converter leaves these to defaults that are not what the old operators do.
+            # The converter leaves these at the defaults, which differ from the old operators.
             node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
             node.attributes.add(ir.AttrString("nearest_mode", rounding))
     infer_types(model)
@@ -54,9 +54,9 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
 
 
 def _hide_unknown(model: ir.Model, version: int) -> bool:
-    """Move nodes of onnxruntime's own that stand among ONNX's, which the converter refuses, out of its sight.
+    """Move operators that onnxruntime adds to ONNX's domain to another one; the converter refuses them.
 
-    Such are SimplifiedLayerNormalization, and LayerNormalization before opset 17. They have one version.
+    These are SimplifiedLayerNormalization, and LayerNormalization before opset 17. They have one version.
     """
     unknown = [
         node
@@ -70,9 +70,9 @@ def _hide_unknown(model: ir.Model, version: int) -> bool:
 
 
 def _flatten_hardmax(model: ir.Model) -> None:
-    """Write Hardmax, which took X for a matrix once, in a way that means the same today.
+    """Rewrite Hardmax, which flattened X to a matrix before opset 13, so that it means the same today.
 
-    The converter does so for Softmax and LogSoftmax, but leaves Hardmax as it is.
+    The converter does this for Softmax and LogSoftmax, but not for Hardmax.
     """
     for node in list(model.graph.all_nodes()):
         if node.op_type != "Hardmax" or node.domain != "" or node.graph is None:
@@ -92,7 +92,7 @@ def _flatten_hardmax(model: ir.Model) -> None:
 
 
 def _roundings(model: ir.Model) -> dict[str, str]:
-    """By output the nearest_mode of Upsample and of the first Resize: up if it makes X smaller."""
+    """Return by output the nearest_mode of Upsample and of Resize-10, which rounds up when it shrinks X."""
     roundings = {}
     for node in model.graph.all_nodes():
         rounding = "floor"

@@ -1,7 +1,7 @@
-"""Write Pads for all axes.
+"""Rewrites Pad nodes with `axes` to pads for all axes.
 
-onnxruntime moves a Transpose past a Pad without looking at its `axes`, and with the gradient's nodes behind
-it a Pad may well be on the way between two transposes where it was not before.
+onnxruntime moves a Transpose past a Pad without adapting its `axes`. With the nodes of the gradient, a Pad
+may be between two transposes where it was not before.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ortgrad.graph.recorder import Recorder
 
 
 def pad_all_axes(model: ir.Model) -> ir.Model:
-    """Replace every Pad and CenterCropPad along chosen axes.
+    """Replace every Pad and CenterCropPad with `axes`.
 
-    Their values keep their names.
+    Values keep their names.
     """
     chosen = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _has_axes(node)]
     if not chosen:
@@ -46,11 +46,11 @@ def _padded(op: Recorder, node: ir.Node) -> ir.Value:
 
 
 def _centred(op: Recorder, node: ir.Node) -> ir.Value:
-    """As the function of CenterCropPad's schema, but in one step: negative pads crop."""
+    """Return what CenterCropPad computes, as a single Pad; negative pads crop."""
     x, shape = node.inputs
     assert x is not None
     axes = list(node.attributes["axes"].as_ints())
     more = op.Sub(op.Cast(shape, to=ir.DataType.INT64), op.Gather(op.shape_of(x), axes))
-    # The division rounds towards 0, as both cropping and padding do.
+    # Integer division rounds towards 0, which is what both cropping and padding need.
     before = op.Div(more, 2)
     return op.Pad(x, op.Concat(before, op.Sub(more, before), axis=0), None, axes)

@@ -1,8 +1,8 @@
-"""Shapes that follow from the inputs and constants of a model, instead of what the file says about them.
+"""Replaces declared shapes by those that follow from the inputs and constants of a model.
 
-Exporters write shapes of outputs and of values in between that the run contradicts: the batch size of the
-example, a rank from before an optimisation. onnxruntime only warns of them, but a gradient that relies on
-one is wrong. What the file says of its inputs is true: onnxruntime refuses anything else that is fed.
+Exporters declare shapes of outputs and intermediate values that are wrong at run time: the batch size of the
+example input, a rank from before an optimization. onnxruntime only warns about them, but a gradient that
+relies on one is wrong. The declared shapes of inputs can be trusted: onnxruntime refuses other feeds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ortgrad.passes.loop_shapes import infer_loop_shapes
 
 @dataclass
 class Declared:
-    """What a file says of shapes and nothing proves."""
+    """Ranks and shapes that a file declares, without proof."""
 
     ranks: dict[ir.Value, int] = field(default_factory=dict)
-    # By subgraph, for its inputs and outputs in their order.
+    # Subgraphs with the declared shapes of their inputs and outputs, in order.
     borders: list[tuple[ir.Graph, list[ir.Shape | None], list[ir.Shape | None]]] = field(default_factory=list)
 
     def restore_borders(self) -> None:
-        """Give inputs and outputs of subgraphs what the file says of them, if nothing else is known.
+        """Give inputs and outputs of subgraphs their declared shapes, where no shape is known.
 
-        onnxruntime wants to know the rank of what a Scan puts out, and has loaded the file with these.
+        onnxruntime needs the ranks of the outputs of a Scan's body, and accepts the declared ones.
         """
         for graph, inputs, outputs in self.borders:
             for values, shapes in ((graph.inputs, inputs), (graph.outputs, outputs)):
@@ -42,13 +42,13 @@ class Declared:
 
 
 def infer_proven_shapes(model: ir.Model) -> Declared:
-    """Replace all shapes but those of the model's inputs by what inference finds, in place."""
+    """Replace all shapes but those of the model's inputs by inferred ones; returns what was declared."""
     declared = Declared()
     values: list[ir.Value] = []
     for node in model.graph.all_nodes():
         values += node.outputs
         for graph in subgraphs(node):
-            # onnxruntime wants to know those of the number and the condition of an iteration.
+            # The first two inputs of a Loop's body keep their shapes, because onnxruntime needs them.
             values += list(graph.inputs)[2 if node.op_type == "Loop" else 0 :]
             declared.borders.append(
                 (graph, [value.shape for value in graph.inputs], [value.shape for value in graph.outputs])
@@ -66,13 +66,13 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
 
 
 def _keep_ranks(scan: ir.Node, ranks: Mapping[ir.Value, int]) -> None:
-    """Give what a Scan's body takes and puts out the number of dimensions that the file declares.
+    """Give the inputs and outputs of a Scan's body the ranks that the file declares.
 
-    onnxruntime allocates the results by it, so it is true of every file that runs.
+    onnxruntime allocates the results by these ranks, so they are right in every file that runs.
     """
     body = scan.attributes["body"].as_graph()
     states = len(body.inputs) - scan.attributes["num_scan_inputs"].as_int()
-    # A state keeps its shape, so one of the two says enough.
+    # A state keeps its shape, so the rank of its input or output is enough.
     pairs = list(zip(body.inputs[:states], body.outputs, strict=False))
     for value, other in (*pairs, *((b, a) for a, b in pairs), *((v, v) for v in body.inputs[states:])):
         rank = ranks.get(value, ranks.get(other))
@@ -81,18 +81,18 @@ def _keep_ranks(scan: ir.Node, ranks: Mapping[ir.Value, int]) -> None:
 
 
 def assume_ranks(model: ir.Model, declared: Declared, outputs: Iterable[ir.Value]) -> None:
-    """Let ranks that the file declares count where inference finds none, with a check at run time.
+    """Use the declared ranks where inference finds none, and check them at run time; in place.
 
-    Behind an operator that onnx does not know, or a Reshape whose target is computed, there may be no other
-    way to know what a rule needs. If the file is wrong, the check fails, so there is no wrong gradient. Sizes
-    are left open. Only what the outputs depend on is looked at, in place.
+    After an operator that onnx does not know, or a Reshape to a computed shape, there may be no other source
+    of a rank that a rule needs. If the file is wrong, the check fails, so there is no wrong gradient. Sizes
+    remain unknown. Only values that the outputs depend on are considered.
     """
     needed = list(_needed(model.graph, outputs))
     names: Names | None = None
     checked: set[ir.Value] = set()
     while True:
         pending = {v for v in needed if v.shape is None and v in declared.ranks and v.uses()} - checked
-        # What comes later may follow from the first ones.
+        # The shapes of later values may be inferred from the first ones.
         first = [v for v in needed if v in pending and not _follows(v, pending, model.opset_imports)]
         if not first:
             return
@@ -105,13 +105,13 @@ def assume_ranks(model: ir.Model, declared: Declared, outputs: Iterable[ir.Value
 
 
 def checked_shape(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
-    """The shape of a value; running it fails if the value has another rank."""
-    # A zero would otherwise mean any length.
+    """Return the shape of a value; a run fails if the value has another rank."""
+    # Without allowzero, a rank of 0 would mean that the length is kept.
     return op.Reshape(op.Shape(value), [rank], allowzero=1)
 
 
 def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
-    """The values of a graph and its subgraphs on which some values depend, in an order of computation."""
+    """Yield the values of a graph and its subgraphs that the outputs depend on, in topological order."""
     needed, nodes = set(outputs), []
     for node in reversed(graph):
         if any(value in needed for value in node.outputs):
@@ -125,7 +125,7 @@ def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
 
 
 def _follows(value: ir.Value, pending: set[ir.Value], opsets: dict[str, int]) -> bool:
-    """Whether inference may find the shape once it has found those of other values."""
+    """Return whether inference may find the shape of a value from those of pending values."""
     node = value.producer()
     if node is None or not onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain):
         return False
@@ -134,7 +134,7 @@ def _follows(value: ir.Value, pending: set[ir.Value], opsets: dict[str, int]) ->
 
 
 def _check(value: ir.Value, rank: int, op: Recorder) -> None:
-    """Have everything read a copy of the value that is there only if the value has that rank."""
+    """Replace all uses of the value by a copy whose computation fails if the value has another rank."""
     node, graph = value.producer(), value.graph
     assert isinstance(graph, ir.Graph)
     users = list(value.uses())

@@ -1,6 +1,6 @@
-"""Scan as it was in opset 8, with a batch axis in front, written as two Scans of opset 9.
+"""Rewrites Scan of opset 8, which has a leading batch axis, as two nested Scans of opset 9.
 
-onnx's converter takes the batch axis away instead, from the inputs and outputs of the model too.
+onnx's version converter removes the batch axis instead, even from the inputs and outputs of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLACEHOLDER = "ortgrad.scan8"
 
 
 def hide_old_scans(model: ir.Model, opset: int) -> dict[str, ir.Graph]:
-    """Turn Scan nodes of opset 8 into nodes that the converter leaves alone; their bodies, converted."""
+    """Replace Scan nodes by placeholders that the converter ignores; returns the converted bodies by name."""
     bodies: dict[str, ir.Graph] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type != "Scan" or node.domain != "":
@@ -37,7 +37,7 @@ def hide_old_scans(model: ir.Model, opset: int) -> dict[str, ir.Graph]:
 
 
 def restore_scans(model: ir.Model, bodies: dict[str, ir.Graph]) -> None:
-    """Put two Scans in the place of each hidden node: one over the batch, and in it the one over time."""
+    """Replace each placeholder by a Scan over the batch whose body is a Scan over time."""
     hidden = [(n, bodies[n.name or ""]) for n in model.graph.all_nodes() if n.domain == PLACEHOLDER]
     names = Names.of(model)
     for node, body in hidden:
@@ -78,6 +78,6 @@ def _restore(node: ir.Node, body: ir.Graph, opset: int, names: Names) -> None:
 
 
 def _row(value: ir.Value, name: str) -> ir.Value:
-    """What is left of a value without the batch axis."""
+    """Return an input of the given name with the type and shape of `value` without the batch axis."""
     shape = None if value.shape is None else ir.Shape(list(value.shape)[1:])
     return ir.Value(name=name, type=value.type, shape=shape)

@@ -1,4 +1,4 @@
-"""The function bodies that ONNX's own schemas give for operators."""
+"""Replaces nodes by the function bodies that ONNX's schemas define for their operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ortgrad.graph.traversal import subgraphs
 
 
 def open_schema_function(node: ir.Node, opsets: Mapping[str, int], names: Names) -> bool:
-    """Replace a node by the body that its schema gives; False if there is none.
+    """Replace a node by the function body of its schema; returns False if there is none.
 
     Raises NodeError if onnx cannot convert the body to the model's opset.
     """
@@ -42,7 +42,7 @@ def open_schema_function(node: ir.Node, opsets: Mapping[str, int], names: Names)
 
 
 def _from_node(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """The value, or a copy if it is an input of the graph."""
+    """Return the value, or a copy if it is an input of the graph."""
     if value.producer() is not None:
         return value
     copy = ir.node("Identity", [value])
@@ -52,7 +52,7 @@ def _from_node(graph: ir.Graph, value: ir.Value) -> ir.Value:
 
 
 def _body(node: ir.Node, opsets: Mapping[str, int]) -> ir.Graph | None:
-    """A graph of the node's present inputs and outputs in the model's opset."""
+    """Return the function body as a graph of the node's present inputs and outputs, in the model's opset."""
     version = opsets.get(node.domain)
     if version is None or not onnx.defs.has(node.op_type, version, node.domain):
         return None
@@ -74,7 +74,7 @@ def _body(node: ir.Node, opsets: Mapping[str, int]) -> ir.Graph | None:
 
 
 def _call(node: ir.Node, schema: Any) -> onnx.NodeProto:
-    """The node under plain names, with all attributes that have a default."""
+    """Return the node with generic names for its inputs and outputs, and with default attributes added."""
     call = ir.to_proto(node)
     for i, value in enumerate(node.inputs):
         call.input[i] = f"input_{i}" if value is not None else ""
@@ -115,7 +115,7 @@ def _type_of(value: ir.Value | None) -> onnx.TypeProto:
 
 
 def _alone(call: onnx.NodeProto, node: ir.Node, function: onnx.FunctionProto) -> onnx.ModelProto:
-    """A model that computes what the node computes, by the nodes of the function."""
+    """Return a model of the node alone, with the function inlined."""
     del function.output[len(call.output) :]
     inputs = [
         onnx.ValueInfoProto(name=name, type=_type_of(value))
@@ -140,7 +140,7 @@ def _alone(call: onnx.NodeProto, node: ir.Node, function: onnx.FunctionProto) ->
 
 
 def unchanged(graph: ir.Graph, old: int, new: int) -> bool:
-    """Whether all operators of a graph mean the same in two opsets."""
+    """Return whether all operators of a graph have the same version in two opsets."""
     return all(
         _since(node.op_type, old) == _since(node.op_type, new)
         and all(unchanged(inner, old, new) for inner in subgraphs(node))

@@ -1,4 +1,4 @@
-"""Pools whose sizes onnxruntime infers wrong when it loads a model; see ortgrad.graph.pool_sizes."""
+"""Corrects pool sizes that onnxruntime infers wrong when it loads a model; see ortgrad.graph.pool_sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ortgrad.graph.recorder import Recorder
 
 
 def state_pool_sizes(model: ir.Model) -> ir.Model:
-    """Have onnxruntime infer the right sizes where it would not, by a Reshape that changes nothing.
+    """Add a Reshape to the actual size after pools whose size onnxruntime infers wrong.
 
-    It refuses to load a model in which what it infers meets the gradient of another size.
+    onnxruntime refuses to load a model in which the wrong size meets a gradient of the right one.
     """
     if model.opset_imports[""] >= _FIRST_RIGHT_OPSET:
         return model
@@ -26,7 +26,7 @@ def state_pool_sizes(model: ir.Model) -> ir.Model:
             if not value.uses() and not value.is_graph_output():
                 continue
             assert value.shape is not None
-            # A zero stands for the length as it is.
+            # A 0 keeps the length of the axis.
             stated = op.Reshape(value, [0, 0, *value.shape[2:]])
             stated.type, stated.shape = value.type, value.shape
             reshape = stated.producer()
@@ -44,7 +44,7 @@ def state_pool_sizes(model: ir.Model) -> ir.Model:
 
 
 def _is_inferred_wrong(node: ir.Node) -> bool:
-    """Whether onnx may infer other sizes than those that the values have."""
+    """Return whether onnx may infer other sizes than those of the node's output."""
     x, y = node.inputs[0], node.outputs[0]
     ceil_mode = node.attributes.get("ceil_mode")
     if ceil_mode is None or not ceil_mode.as_int() or x is None or x.shape is None or y.shape is None:

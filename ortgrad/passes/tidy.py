@@ -1,4 +1,4 @@
-"""Order, and nothing that nobody reads."""
+"""Topological sorting, and removal of unused nodes and opset imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ortgrad.errors import ModelError
 
 
 def sort(model: ir.Model) -> ir.Model:
-    """Have every node stand behind those whose results it reads."""
+    """Sort the nodes in topological order; raises ModelError if they form a cycle."""
     try:
         model.graph.sort()
     except ValueError as error:
@@ -18,10 +18,10 @@ def sort(model: ir.Model) -> ir.Model:
 
 
 def remove_unused(model: ir.Model) -> ir.Model:
-    """Take nodes and opset imports away that nothing depends on."""
+    """Remove nodes and opset imports that no output depends on."""
     RemoveUnusedNodesPass()(model)
     for node in model.graph.all_nodes():
-        # The pass takes away empty inputs at the end, of which Loop needs two.
+        # The pass removes trailing absent inputs, but Loop must have two inputs.
         if node.op_type == "Loop" and len(node.inputs) < 2:
             node.resize_inputs(2)
     RemoveUnusedOpsetsPass()(model)
