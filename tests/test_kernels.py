@@ -58,7 +58,7 @@ def test_floating_point_warnings_are_off_in_all_threads(threads: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (3, 70_001), (200_000, 3)])
 def test_pieces_cover_everything_once(shape: tuple[int, ...]) -> None:
     a, b = np.ones(shape, np.float32), np.full(shape, 2, np.float32)
-    assert kernels.elementwise(lambda a, b: np.add(a, b, out=a), a, b) is a
+    assert kernels.piecewise(lambda a, b: np.add(a, b, out=a), a, b) is a
     assert (a == 3).all()
 
 

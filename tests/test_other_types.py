@@ -112,7 +112,7 @@ def test_a_map_output_is_carried_along(opset: int, caplog: pytest.LogCaptureFixt
 
 
 def test_a_map_has_no_gradient() -> None:
-    with pytest.raises(ortgrad.ModelError, match=r"'z' is not known to be a tensor.* ZipMap .*'y'"):
+    with pytest.raises(ortgrad.ModelError, match=r"'z' is not known to be a tensor.*'y'.* ZipMap "):
         ortgrad.build_gradient_model(classifier(21), wrt="x", of="z")
 
 

@@ -223,7 +223,9 @@ def _require_float(argument: str, value: ir.Value) -> None:
     if value.dtype in allowed:
         return
     near = _floats_behind([value]) if argument == "of" else []
-    advice = f"; differentiate {near[0]!r}, from which it is computed" if near else ""
+    producer = value.producer()
+    by = f"the {producer.op_type} node computes it" if producer is not None else "it is computed"
+    advice = f"; differentiate {near[0]!r}, from which {by}" if near else ""
     if value.dtype is not None or value.producer() is None:
         type_ = "unknown" if value.dtype is None else value.dtype.name.lower()
         raise ModelError(f"{argument}={value.name!r} has element type {type_}, which has no gradient{advice}")
