@@ -217,8 +217,9 @@ class Recorder(ir.tape.Tape):
     def require(self, value: ir.Value, failures: Sequence[ir.Value], what: str) -> ir.Value:
         """Return the value; where calls are checked, a run fails if an element of `failures` is not 0.
 
-        onnxruntime's error shows the failing node's name, which contains `what`. No data is moved: the indices
-        of nonzero elements, reshaped to length 0 (an error if there are any), are appended to the shape.
+        onnxruntime's error shows the failing node's name, which contains `what`. No data is moved: the
+        indices of nonzero elements, reshaped to length 0, are appended to the shape, which fails if there
+        are any.
         """
         if not (self.checked and failures):
             return value
