@@ -1,4 +1,4 @@
-"""What can be written on the command line."""
+"""The argument parser of the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_OUTPUT = "outputs or intermediate values (default: the first floating-poin
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line; `command` is the module of ortgrad.cli that runs it."""
+    """Return the argument parser; the argument `command` is the name of a module in ortgrad.cli."""
     parser = argparse.ArgumentParser(
         prog="ortgrad",
         description="Gradients for the onnxruntime you already have.",
