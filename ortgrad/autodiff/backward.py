@@ -149,7 +149,7 @@ def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str
         opset = opsets.get(node.domain, "unknown")
         lines.append(f"  {node.op_type} (domain {domain}, opset {opset}), node {name!r}: {failure.reason}")
     lines.append(
-        "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
-        "or put an equivalent operator in their place."
+        "Choose `wrt` and `of` so that these nodes are not between them, declare a rule for them with "
+        "@ortgrad.gradient, or replace them by equivalent operators."
     )
     return "\n".join(lines)

@@ -251,7 +251,7 @@ def _floats_behind(values: Iterable[ir.Value]) -> list[str]:
 
 def _where(name: str, graph: ir.Graph, names: Iterable[str]) -> str:
     if any(name in values_by_name(inner) for inner in graph.subgraphs()):
-        return ": it is inside a subgraph, and no weight with a name of its own; make it an output of that"
+        return ": it is inside a subgraph, and not a weight with a unique name; make it an output of the node"
     return _nearest(name, names)
 
 

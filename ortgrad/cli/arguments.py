@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser(
         "prepare",
         help="make a model with gradient nodes ready for onnxruntime",
-        description="Make a model that holds gradient nodes one that a plain onnxruntime session runs.",
+        description="Turn a model with gradient nodes into one that a plain onnxruntime session runs.",
     )
     _add_model(prepare)
     _add_output(prepare)

@@ -32,8 +32,8 @@ _MODULE = f"{_PACKAGE}._extensions_pydll"
 # The largest value that glibc's mmap threshold grows to, minus room for its header.
 _REUSED_BYTES = (1 << 25) - (1 << 16)
 _UNKNOWN_LAYOUT = (
-    "this release of onnxruntime-extensions keeps its operators in a way that ortgrad does not know; "
-    "kernels='onnx' does without it, and release 0.15.2 is known to work"
+    "this release of onnxruntime-extensions stores its operators in a way that ortgrad does not support; "
+    "kernels='onnx' does not need it, and release 0.15.2 is known to work"
 )
 
 _lock = threading.RLock()
@@ -177,13 +177,13 @@ def _refuse_to_move_others(domains: set[str]) -> None:
     if shared and any(issubclass(type(thing), onnxruntime.InferenceSession) for thing in gc.get_objects()):
         raise RegistrationError(
             f"another package has declared Python operators in {shared[0]!r}, and there are sessions that "
-            "may run on them: call ortgrad.get_library_path() before the first session is made"
+            "may use them: call ortgrad.get_library_path() before the first session is created"
         )
 
 
 def _too_late(name: str, domain: str) -> RegistrationError:
     return RegistrationError(
-        f"operator {name} was declared after a session had been made with the operators of {domain!r}; "
+        f"operator {name} was declared after a session had been created with the operators of {domain!r}; "
         "declare operators before the first session, or in a domain of their own"
     )
 

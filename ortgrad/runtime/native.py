@@ -354,5 +354,5 @@ def _require_sole_reference(arrays: list[np.ndarray]) -> None:
     if _is_shared(arrays):
         raise TypeError(
             "the kernel kept an array that it was given, or a view of one; "
-            "its memory ends with the call, so keep a copy"
+            "its memory is valid only during the call, so keep a copy"
         )
