@@ -732,6 +732,24 @@ def test_no_malformed_call_returns_numbers(way: str, ranks: str) -> None:
     assert result.refused == []
 
 
+VECTORS = [
+    (case, name)
+    for case in CASES
+    for name, array in case.arrays.items()
+    if array.dtype.kind == "i" and array.ndim == 1
+]
+
+
+@pytest.mark.parametrize(("case", "name"), VECTORS, ids=lambda item: getattr(item, "name", item))
+def test_matrices_in_place_of_vectors(case: Case, name: str) -> None:
+    """onnxruntime's Concat aborts the process if an empty vector comes before a matrix."""
+    for shape in ((-1, 1), (1, -1)):
+        call = replace(case, arrays={**case.arrays, name: case.arrays[name].reshape(shape)})
+        if not is_well_formed(call):
+            for way in ("onnx", "plain"):
+                assert not Session(case, way, "undeclared").run(call)
+
+
 def test_nor_does_one_without_optimisation() -> None:
     result = sweep("auto", "symbolic", 1000, optimize=False)
     assert (result.accepted, result.refused) == ([], [])

@@ -99,7 +99,9 @@ class _Comparison:
         if not self.row.contents:
             return self.op.Shape(self.value)
         known = self.value.dtype is not None and self.value.dtype.name == "INT64"
-        return self.value if known else self.op.Cast(self.value, to=7)
+        # Whether it is a vector is compared elsewhere; onnxruntime may abort if Concat gets anything else.
+        vector = self.value if self.dims is not None else self.op.Reshape(self.value, [-1])
+        return vector if known else self.op.Cast(vector, to=7)
 
     def _length(self, token: Token) -> int | None:
         if not token.run:
