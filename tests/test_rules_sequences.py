@@ -83,6 +83,10 @@ NODES = {
     "construct-at-known": "s = SequenceConstruct(t, u) a = SequenceAt(s, last)"
     " b = SequenceAt(s, one) y = Mul(a, b)",
     "at-twice": "s = SequenceConstruct(t, u) a = SequenceAt(s, p) b = SequenceAt(s, q) y = Mul(a, b)",
+    "at-one-place": "s = SequenceConstruct(t, u) a = SequenceAt(s, p) b = SequenceAt(s, p) y = Add(a, b)",
+    "summed": "s = SequenceConstruct(t, u) a = SequenceAt(s, p) b = SequenceAt(s, p) c = Add(a, b)"
+    " i = SequenceInsert(s, t, p) j = Identity(s) k = SequenceInsert(j, t, p)"
+    " d = ConcatFromSequence<axis = 0>(i) e = ConcatFromSequence<axis = 0>(k) z = Add(d, e) y = Mul(c, t)",
     "other-shapes": "s = SequenceConstruct(w, t) a = SequenceAt(s, p) b = SequenceAt(s, q) y = Mul(a, b)",
     "insert": "s = SequenceConstruct(t, u) i = SequenceInsert(s, t, p) a = SequenceAt(i, q) y = Mul(a, u)",
     "insert-end": "s = SequenceConstruct(t, u) i = SequenceInsert(s, t) y = ConcatFromSequence<axis = -1>(i)",

@@ -62,6 +62,8 @@ class Recorder(ir.tape.Tape):
         self.checked = False
         self.label = ""
         self._recorded: dict[Any, Any] = {}
+        # Sequences of zeros but for one element: its place and the element.
+        self._placed: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if not op_type[0].isupper():
@@ -169,8 +171,29 @@ class Recorder(ir.tape.Tape):
     def sum(self, values: Sequence[ir.Value]) -> ir.Value:
         """Return the sum of tensors of one shape, or the sequence of the sums of sequences' elements."""
         if isinstance(values[0].type, ir.SequenceType):
-            return self.map(lambda op, *elements: op.sum(elements), *values, key="sum")
+            return self._sum_of_sequences(values)
         return self.Add(*values) if len(values) == 2 else self.Sum(*values)
+
+    def _sum_of_sequences(self, values: Sequence[ir.Value]) -> ir.Value:
+        full = [value for value in values if value not in self._placed]
+        single = [value for value in values if value in self._placed]
+        # The same value may be there twice.
+        full = full or [single.pop()]
+        total = full[0] if len(full) == 1 else self.map(lambda op, *e: op.sum(e), *full, key="sum")
+        for value in single:
+            # One addition, not one for each element.
+            place, element = self._placed[value]
+            total = self._put(total, place, self.Add(self.SequenceAt(total, place), element))
+        return total
+
+    def placed(self, element: ir.Value, place: ir.Value, like: ir.Value) -> ir.Value:
+        """Return a sequence like another one: the element at a place (not negative), zeros elsewhere."""
+        result = self._put(self.full_like(like, 0.0), place, element)
+        self._placed[result] = place, element
+        return result
+
+    def _put(self, sequence: ir.Value, place: ir.Value, element: ir.Value) -> ir.Value:
+        return self.SequenceInsert(self.SequenceErase(sequence, place), element, place)
 
     def map(self, function: Callable[..., ir.Value], *sequences: ir.Value, key: Any) -> ir.Value:
         """Return the sequence of `function(op, *elements)` for the elements of sequences of one length.

@@ -27,9 +27,7 @@ def sequence_construct_gradient(node: ForwardNode) -> Gradients:
 
 @gradient("SequenceAt")
 def sequence_at_gradient(node: ForwardNode) -> ir.Value:
-    op, place = node.op, _place(node, 1)
-    rest = op.SequenceErase(op.full_like(node.input(0), 0.0), place)
-    return _inserted(op, rest, node.grad(0), place)
+    return node.op.placed(node.grad(0), _place(node, 1), node.input(0))
 
 
 @gradient("SequenceInsert")
@@ -48,7 +46,7 @@ def sequence_erase_gradient(node: ForwardNode) -> ir.Value:
     place = None if node.optional(1) is None else _place(node, 1)
     erased = op.SequenceAt(s, -1 if place is None else place)
     erased.shape = s.shape
-    return _inserted(op, node.grad(0), op.full_like(erased, 0.0), place)
+    return op.SequenceInsert(node.grad(0), op.full_like(erased, 0.0), *([] if place is None else [place]))
 
 
 @gradient("SplitToSequence")
@@ -88,10 +86,6 @@ def _place(node: ForwardNode, i: int) -> ir.Value:
         return op.constant(np.array(known.item()))
     place = op.Cast(place, to=TensorProto.INT64)
     return op.Where(op.Less(place, 0), place + op.SequenceLength(node.input(0)), place)
-
-
-def _inserted(op: Recorder, sequence: ir.Value, element: ir.Value, place: ir.Value | None) -> ir.Value:
-    return op.SequenceInsert(sequence, element, *([] if place is None else [place]))
 
 
 def _lengths(op: Recorder, sequence: ir.Value, axis: int) -> ir.Value:
