@@ -168,6 +168,30 @@ NODES = {
         { d = Identity(c) g = SequenceAt(l, zero) e = Mul(v0, g) f = SequenceErase(l, zero) h = Mul(g, g)
           m = SequenceInsert(f, h) }>
         z = SequenceAt(r, p)""",
+    "empty-then-rank": """o = SequenceEmpty<dtype = 11>() s = SequenceInsert(o, t)
+        i = SequenceInsert(s, u, zero)
+        a = SequenceAt(i, p) b = Transpose<perm = [1, 0]>(a) y = MatMul(a, b)""",
+    "nested-loops": """o = SequenceEmpty<dtype = 11>() r = Loop(two, , o) <
+        body = b (int64 k, bool c, seq(double[]) l) => (bool d, seq(double[]) m) {
+            d = Identity(c) m = Loop(two, , l) <
+            body = b2 (int64 k2, bool c2, seq(double[]) l2) => (bool d2, seq(double[]) m2) {
+                d2 = Identity(c2) f = Cast<to = 11>(k2) g = Mul(t, f) h = Mul(g, w)
+                m2 = SequenceInsert(l2, h, zero) }> }> y = ConcatFromSequence<axis = 0>(r)""",
+    "while": """o = SequenceConstruct(w) yes = Less(zero, three) r, y = Loop(, yes, o, w) <
+        body = b (int64 k, bool c, seq(double[]) l, double[3] a) => (bool d, seq(double[]) m, double[3] e)
+        { n = SequenceLength(l) d = Less(n, three) g = SequenceAt(l, last) e = Mul(a, g) h = Tanh(e)
+          m = SequenceInsert(l, h) }> z = ConcatFromSequence<axis = 0>(r)""",
+    "exchanged": """s = SequenceConstruct(t) s2 = SequenceConstruct(u, x) r, r2 = Loop(three, , s, s2) <
+        body = b (int64 k, bool c, seq(double[]) l, seq(double[]) l2)
+            => (bool d, seq(double[]) m, seq(double[]) m2)
+        { d = Identity(c) g = SequenceAt(l, zero) h = Mul(g, w) m = SequenceInsert(l2, h) m2 = Identity(l) }>
+        y = ConcatFromSequence<axis = 0>(r) z = ConcatFromSequence<axis = 0>(r2)""",
+    "if-in-a-loop": """s = SequenceConstruct(t, u, x) r = Loop(three, , s) <
+        body = b (int64 k, bool c, seq(double[]) l) => (bool d, seq(double[]) m) {
+            d = Identity(c) f = Less(k, one) m = If(f) <
+            then_branch = a () => (seq(double[]) a1) { e = Mul(x, w) a1 = SequenceInsert(l, e, one) },
+            else_branch = b1 () => (seq(double[]) b2) { b2 = SequenceErase(l, zero) }> }>
+        y = SequenceAt(r, zero) z = SequenceAt(r, last)""",
 }
 HEAD = """g (double[N, 3] x, double[3] w, int64 p, int64 q, int64[K] sizes) => (double[] y{z})
     <int64 zero = {{0}}, int64 one = {{1}}, int64 two = {{2}}, int64 three = {{3}}, int64 last = {{-1}},

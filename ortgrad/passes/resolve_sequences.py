@@ -83,7 +83,7 @@ class _Known:
         at = len(before or ()) if not place else _number(place[0])
         if before is not None and at is not None and -len(before) <= at <= len(before):
             at %= len(before) or 1 if at < 0 else len(before) + 1
-            self.elements[node.outputs[0]] = [*before[:at], element, *before[at:]]
+            self._construct(node, [*before[:at], element, *before[at:]])
 
     def _SequenceErase(self, node: ir.Node) -> None:  # noqa: N802
         sequence, *place = _present(node)
@@ -91,7 +91,13 @@ class _Known:
         at = -1 if not place else _number(place[0])
         if before is not None and at is not None and -len(before) <= at < len(before):
             at %= len(before)
-            self.elements[node.outputs[0]] = [*before[:at], *before[at + 1 :]]
+            self._construct(node, [*before[:at], *before[at + 1 :]])
+
+    def _construct(self, node: ir.Node, elements: Sequence[ir.Value]) -> None:
+        self.elements[node.outputs[0]] = elements
+        if elements:
+            # Of what begins with SequenceEmpty, onnx infers no shapes.
+            _become(node, "SequenceConstruct", elements)
 
     def _SplitToSequence(self, node: ir.Node) -> None:  # noqa: N802
         (x, *split), output = _present(node), node.outputs[0]
