@@ -100,8 +100,8 @@ class BackwardPass:
         name = f"{self._inside}{value.name}_grad"
         if len(parts) > 1:
             with self.op.scoped(name):
-                added = self.op.Add(*parts) if len(parts) == 2 else self.op.Sum(*parts)
-            self._contributions[value] = parts = [added]
+                parts = [self.op.sum(parts)]
+            self._contributions[value] = parts
         self._name(parts[0], name)
         return parts[0]
 

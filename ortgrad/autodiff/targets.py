@@ -16,7 +16,7 @@ from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import OF
 from ortgrad.graph.names import Names
 from ortgrad.graph.protos import all_graphs
-from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs, values_by_name
+from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, is_float_tensor, subgraphs, values_by_name
 from ortgrad.operators.call import EMPTY_PREFIX
 
 # Operands that are differentiable, also by onnx's schema, but are not trained as parameters.
@@ -33,7 +33,7 @@ _NO_PARAMETERS = {
 def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
     """Return the values that `of` names; if it is None, the first output with a floating-point type."""
     if of is None:
-        found = [value for value in graph.outputs if value.dtype in FLOAT_TYPES]
+        found = [value for value in graph.outputs if is_float_tensor(value)]
         if not found:
             near = _floats_behind(graph.outputs)
             advice = f", such as {near[0]!r}" if near else ""
@@ -174,7 +174,7 @@ def _defined(graph: onnx.GraphProto) -> Counter[str]:
 
 def _matching(pattern: str, graph: ir.Graph, parameters: Sequence[ir.Value]) -> list[ir.Value]:
     for group in _groups(graph, parameters):
-        found = [v for v in group if v.dtype in FLOAT_TYPES and fnmatchcase(v.name or "", pattern)]
+        found = [v for v in group if is_float_tensor(v) and fnmatchcase(v.name or "", pattern)]
         if found:
             return found
     near = _nearest(pattern.strip("*"), values_by_name(graph))
@@ -219,13 +219,15 @@ def _made_feedable(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
 
 def _require_float(argument: str, value: ir.Value) -> None:
     # The outputs of an unknown operator may have no known type; a target may lack one, a seed may not.
-    allowed = FLOAT_TYPES if argument == "of" else {*FLOAT_TYPES, None}
-    if value.dtype in allowed:
+    if is_float_tensor(value) or (argument == "wrt" and value.dtype is None):
         return
     near = _floats_behind([value]) if argument == "of" else []
     producer = value.producer()
     by = f"the {producer.op_type} node computes it" if producer is not None else "it is computed"
     advice = f"; differentiate {near[0]!r}, from which {by}" if near else ""
+    if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+        kind = "a sequence" if isinstance(value.type, ir.SequenceType) else "an optional value"
+        raise ModelError(f"{argument}={value.name!r} is {kind}; name tensors that are in it{advice}")
     if value.dtype is not None or value.producer() is None:
         type_ = "unknown" if value.dtype is None else value.dtype.name.lower()
         raise ModelError(f"{argument}={value.name!r} has element type {type_}, which has no gradient{advice}")
@@ -242,7 +244,7 @@ def _floats_behind(values: Iterable[ir.Value]) -> list[str]:
         nodes = dict.fromkeys(node for value in level if (node := value.producer()) is not None)
         level = list(dict.fromkeys(v for node in nodes for v in dependencies(node) if v not in seen))
         seen.update(level)
-        found = [v for v in level if v.dtype in FLOAT_TYPES and v.producer() is not None]
+        found = [v for v in level if is_float_tensor(v) and v.producer() is not None]
         found = [v for v in found if ir.convenience.get_const_tensor(v) is None]
         if found:
             return [value.name or "" for value in found]

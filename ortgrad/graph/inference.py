@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph import protos
+from ortgrad.graph.element_sizes import forget_element_sizes, hide_initial_sizes
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
 from ortgrad.graph.pool_sizes import round_sizes_down
 from ortgrad.graph.serialization import is_known, to_proto
@@ -26,18 +27,21 @@ def infer_types(model: ir.Model) -> None:
         proto = to_proto(model)
         lengths = hide_lengths(proto)
         round_sizes_down(proto.graph)
-        try:
-            inferred = with_schemas(
-                onnx.shape_inference.infer_shapes,
-                proto,
-                check_type=False,
-                strict_mode=False,
-                data_prop=True,
-            )
-        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
-            raise ModelError(f"onnx cannot infer the types of the model: {error}") from error
+        inferred = _inferred(proto)
+        if hide_initial_sizes(proto.graph, inferred.graph):
+            inferred = _inferred(proto)
     restore_lengths(inferred.graph, lengths)
+    forget_element_sizes(inferred.graph)
     _merge(model.graph, inferred.graph)
+
+
+def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
+    try:
+        return with_schemas(
+            onnx.shape_inference.infer_shapes, proto, check_type=False, strict_mode=False, data_prop=True
+        )
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"onnx cannot infer the types of the model: {error}") from error
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class Recorder(ir.tape.Tape):
         self.checked = False
         self.label = ""
         self._recorded: dict[Any, Any] = {}
+        # Sequences of zeros but for one element: its place and the element.
+        self._placed: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if not op_type[0].isupper():
@@ -91,7 +93,8 @@ class Recorder(ir.tape.Tape):
         elements = self._element_types(op_type, gradient, inputs, attributes, _outputs)
         for output, element in zip(outputs, elements, strict=False):
             if element is not None:
-                output.type = ir.TensorType(element)
+                tensor = ir.TensorType(element)
+                output.type = ir.SequenceType(tensor) if op_type in _TO_SEQUENCES else tensor
         result = outputs[0] if _outputs == 1 else outputs
         if op_type not in RANDOM and not any(isinstance(a, ir.Graph) for a in attributes.values()):
             self._recorded[key] = result
@@ -157,8 +160,74 @@ class Recorder(ir.tape.Tape):
         return self.Shape(value)
 
     def full_like(self, value: ir.Value, number: float) -> ir.Value:
-        """Return a tensor of the shape and element type of `value`, filled with a number."""
+        """Return a tensor of the shape and element type of `value`, filled with a number.
+
+        For a sequence, return the sequence of such tensors.
+        """
+        if isinstance(value.type, ir.SequenceType):
+            return self.map(lambda op, element: op.full_like(element, number), value, key=number)
         return self.Expand(self.number(number, value), self.shape_of(value))
+
+    def sum(self, values: Sequence[ir.Value]) -> ir.Value:
+        """Return the sum of tensors of one shape, or the sequence of the sums of sequences' elements."""
+        if isinstance(values[0].type, ir.SequenceType):
+            return self._sum_of_sequences(values)
+        return self.Add(*values) if len(values) == 2 else self.Sum(*values)
+
+    def _sum_of_sequences(self, values: Sequence[ir.Value]) -> ir.Value:
+        full = [value for value in values if value not in self._placed]
+        single = [value for value in values if value in self._placed]
+        # The same value may be there twice.
+        full = full or [single.pop()]
+        total = full[0] if len(full) == 1 else self.map(lambda op, *e: op.sum(e), *full, key="sum")
+        for value in single:
+            # One addition, not one for each element.
+            place, element = self._placed[value]
+            total = self._put(total, place, self.Add(self.SequenceAt(total, place), element))
+        return total
+
+    def placed(self, element: ir.Value, place: ir.Value, like: ir.Value) -> ir.Value:
+        """Return a sequence like another one: the element at a place (not negative), zeros elsewhere."""
+        result = self._put(self.full_like(like, 0.0), place, element)
+        self._placed[result] = place, element
+        return result
+
+    def _put(self, sequence: ir.Value, place: ir.Value, element: ir.Value) -> ir.Value:
+        return self.SequenceInsert(self.SequenceErase(sequence, place), element, place)
+
+    def map(self, function: Callable[..., ir.Value], *sequences: ir.Value, key: Any) -> ir.Value:
+        """Return the sequence of `function(op, *elements)` for the elements of sequences of one length.
+
+        `key` identifies the function: with equal keys, the same sequences are mapped once. The results have
+        the element type of the first sequence. This is a Loop, because onnxruntime has no kernel for
+        SequenceMap.
+        """
+        place = ("map", key, *map(id, sequences))
+        if place in self._recorded:
+            return self._recorded[place]
+        first = sequences[0]
+        empty = self.SequenceEmpty(dtype=int(first.dtype or ir.DataType.FLOAT))
+        number, condition, made = (
+            ir.Value(name=self.name(f"map/{name}"), type=type_, shape=shape)
+            for name, type_, shape in (
+                ("i", ir.TensorType(ir.DataType.INT64), ir.Shape([])),
+                ("condition", ir.TensorType(ir.DataType.BOOL), ir.Shape([])),
+                ("made", empty.type, None),
+            )
+        )
+
+        def step(op: Recorder, i: ir.Value, condition: ir.Value, made: ir.Value) -> Sequence[ir.Value]:
+            elements = [op.SequenceAt(sequence, i) for sequence in sequences]
+            for element, sequence in zip(elements, sequences, strict=True):
+                # The shape of a sequence is what its elements' shapes have in common.
+                element.shape = sequence.shape
+            return op.constant(np.array(True)), op.SequenceInsert(made, function(op, *elements))
+
+        body = self.subgraph("map", [number, condition, made], step)
+        (result,) = self.add("Loop", [self.SequenceLength(first), None, empty], {"body": body})
+        result.type, result.shape = first.type, first.shape
+        self._recorded[place] = result
+        return result
 
     def rank(self, value: ir.Value) -> int:
         """Return the number of dimensions; raises NodeError if it is unknown."""
@@ -300,6 +369,10 @@ class Recorder(ir.tape.Tape):
     ) -> Sequence[ir.DataType | None]:
         if op_type == "Cast":
             return [ir.DataType(attributes["to"])]
+        if op_type == "SequenceEmpty":
+            return [ir.DataType(attributes["dtype"])]
+        if op_type in _TO_SEQUENCES or op_type in _FROM_SEQUENCES:
+            return [_dtype(inputs, 0)]
         body = attributes.get("body")
         if isinstance(body, ir.Graph):
             # Loop and Scan. The first output of a Loop's body is the condition, which Loop does not return.
@@ -316,6 +389,12 @@ class Recorder(ir.tape.Tape):
             for element in _output_types(op_type, self.opset, count)
         ]
 
+
+# Operators that make sequences of the element type of their first input, and tensors of that of a sequence.
+_TO_SEQUENCES = frozenset(
+    ["SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"]
+)
+_FROM_SEQUENCES = frozenset(["ConcatFromSequence", "SequenceAt"])
 
 _recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 

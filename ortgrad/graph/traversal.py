@@ -7,6 +7,11 @@ import onnx_ir as ir
 FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 
 
+def is_float_tensor(value: ir.Value) -> bool:
+    """Return whether a value is a floating-point tensor, not a sequence of them."""
+    return isinstance(value.type, ir.TensorType) and value.dtype in FLOAT_TYPES
+
+
 def dependencies(node: ir.Node) -> list[ir.Value]:
     """Return the values that a node reads, including those that its subgraphs capture."""
     found = [value for value in node.inputs if value is not None]

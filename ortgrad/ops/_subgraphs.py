@@ -8,6 +8,8 @@ neither it nor its gradient is stacked.
 
 The states of a Loop may change their shape from iteration to iteration, but only tensors of equal shapes can
 be stacked. Other states are saved in sequences, by a second Loop that runs the forward body again.
+There are no sequences of sequences: a sequence state that the backward nodes read is computed again for
+every iteration, from the first one on; one that is only appended to is not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from onnx_ir.traversal import RecursiveGraphIterator
 from ortgrad.autodiff.backward import BackwardPass, active_values
 from ortgrad.autodiff.rules import ForwardNode, Gradients
 from ortgrad.graph.recorder import RANDOM, Recorder
-from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies
+from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies, subgraphs
 
 
 def if_gradient(node: ForwardNode) -> Gradients:
@@ -60,8 +62,11 @@ def loop_gradient(node: ForwardNode) -> Gradients:
     front = body.new_ops()
     current = front.Sub(last, number)
     provided = {states[i]: front.Gather(tensor, current, axis=0) for i, tensor in saved.items()}
-    for i, sequence in _replay(node, graph, [i for i in needed if i not in saved]).items():
+    tensors = [i for i in needed if i not in saved and not isinstance(states[i].type, ir.SequenceType)]
+    for i, sequence in _replay(node, graph, tensors).items():
         provided[states[i]] = front.SequenceAt(sequence, current)
+    sequences = [i for i in needed if isinstance(states[i].type, ir.SequenceType)]
+    provided |= {states[i]: value for i, value in _run_again(node, graph, sequences, front, current).items()}
     for i, piece in step.pieces.items():
         provided[piece] = front.Gather(node.grad(count + i), current, axis=0)
     for i, seed in step.ends.items():
@@ -193,6 +198,10 @@ class _Body:
         kept = {*self.graph.outputs, *keep}
         for made in reversed(self.graph):
             if not any(value in kept or value.uses() for value in made.outputs):
+                # What only its subgraphs read is not needed any more.
+                for inner in (inner for graph in subgraphs(made) for inner in graph.all_nodes()):
+                    for i in range(len(inner.inputs)):
+                        inner.replace_input_with(i, None)
                 self.graph.remove(made, safe=True)
 
     def provide(self, front: Recorder, values: Mapping[ir.Value, ir.Value]) -> None:
@@ -228,6 +237,7 @@ class _Step:
         self.body = body = _Body(node, graph)
         self.states = body.inputs[inputs]
         if ranked:
+            _refuse_sequences(node, graph)
             for value, result in zip(self.states, body.outputs[outputs], strict=True):
                 # A state of a Scan keeps its shape, so the shape of its output can be used.
                 value.shape = value.shape or result.shape
@@ -244,8 +254,7 @@ class _Step:
         targets += _activated(list(body.graph), [*targets, *captured], self.states, body.outputs[outputs])
         self.carried = {}
         for i, (value, result) in enumerate(zip(self.states, body.outputs[outputs], strict=True)):
-            if value not in targets or i in self._unchanged or not isinstance(value.type, ir.TensorType):
-                # There are no gradients of sequences.
+            if value not in targets or i in self._unchanged:
                 continue
             if node.optional_grad(i) is not None or value.uses() or value in body.outputs:
                 # The body receives the gradient of the state that the iteration computed.
@@ -277,7 +286,7 @@ class _Step:
             self.sums[value].shape = ir.Shape([None])
         # In a Scan, a state and its gradient have the same shape in all iterations.
         after = [totals.get(self.states[i]) or op.full_like(seed, 0.0) for i, seed in self.carried.items()]
-        after += [op.Add(total, totals[value]) for value, total in self.sums.items()]
+        after += [op.sum([total, totals[value]]) for value, total in self.sums.items()]
         after += [totals[body.inputs[i]] for i in self.scanned]
         results = body.outputs[outputs]
         body.close(after, keep=[results[i] for i in self.ends])
@@ -364,6 +373,8 @@ def _source(value: ir.Value) -> ir.Value:
 
 def _keeps_shape(start: ir.Value, state: ir.Value) -> bool:
     """Return whether a state of a Loop is known to have its initial shape in all iterations."""
+    if not isinstance(state.type, ir.TensorType):
+        return False
     if start.shape is None or state.shape is None or len(start.shape) != len(state.shape):
         return False
     # Inference gives a unique name to an unknown size, so equal names stand for equal sizes.
@@ -389,12 +400,8 @@ def _replay(node: ForwardNode, graph: ir.Graph, places: Sequence[int]) -> dict[i
     """Record a Loop that runs the forward body again and saves the states at `places` in sequences."""
     if not places:
         return {}
-    op, body = node.op, _Body(node, graph)
-    states, results = body.inputs[2:], body.outputs[1 : len(body.inputs) - 1]
-    _capture_unchanged(states, results, node.inputs[2:])
-    needed = _needed_states(body, states, results, places)
-    body.graph.inputs.extend([*body.inputs[:2], *(states[i] for i in needed)])
-    body.close([body.outputs[0], *(results[i] for i in needed)])
+    op = node.op
+    body, states, needed = _forward_again(node, graph, places)
     starts: list[ir.Value] = []
     keeping = body.new_ops()
     for i in places:
@@ -415,6 +422,37 @@ def _replay(node: ForwardNode, graph: ir.Graph, places: Sequence[int]) -> dict[i
     for output, value in zip(outputs, (*(states[i] for i in needed), *starts), strict=True):
         output.type = value.type
     return dict(zip(places, outputs[len(needed) :], strict=True))
+
+
+def _run_again(
+    node: ForwardNode, graph: ir.Graph, places: Sequence[int], op: Recorder, count: ir.Value
+) -> dict[int, ir.Value]:
+    """Record on `op` a Loop that runs `count` iterations of the forward body; returns some of its states."""
+    if not places:
+        return {}
+    body, states, needed = _forward_again(node, graph, places)
+    # All of these iterations ran, whatever their condition is.
+    operands = [count, None, *(node.input(2 + i) for i in needed)]
+    outputs = op.add("Loop", operands, {"body": body.graph}, outputs=len(needed))
+    for output, i in zip(outputs, needed, strict=True):
+        output.type = states[i].type
+    return {i: output for i, output in zip(needed, outputs, strict=True) if i in places}
+
+
+def _forward_again(
+    node: ForwardNode, graph: ir.Graph, places: Sequence[int]
+) -> tuple[_Body, Sequence[ir.Value], list[int]]:
+    """Return the forward body of a Loop without what some of its states do not depend on.
+
+    Returns the body, all its states, and which of them are inputs and outputs of its graph.
+    """
+    body = _Body(node, graph)
+    states, results = body.inputs[2:], body.outputs[1 : len(body.inputs) - 1]
+    _capture_unchanged(states, results, node.inputs[2:])
+    needed = _needed_states(body, states, results, places)
+    body.graph.inputs.extend([*body.inputs[:2], *(states[i] for i in needed)])
+    body.close([body.outputs[0], *(results[i] for i in needed)])
+    return body, states, needed
 
 
 def _needed_states(
@@ -449,6 +487,16 @@ def _if(op: Recorder, condition: ir.Value, grad: ir.Value | None, like: ir.Value
 def _active_captures(node: ForwardNode, graphs: Iterable[ir.Graph]) -> list[ir.Value]:
     found = dict.fromkeys(value for graph in graphs for value in captured_values(graph))
     return [value for value in found if value in node.active]
+
+
+def _refuse_sequences(node: ForwardNode, graph: ir.Graph) -> None:
+    """A Scan carries no sequences, so it cannot sum up the gradient of one."""
+    for value in _active_captures(node, [graph]):
+        if not isinstance(value.type, ir.TensorType | None):
+            raise node.unsupported(
+                f"its body reads from outside {value.name!r}, which is no tensor; read its elements in front "
+                "of the node, or put a Loop in its place"
+            )
 
 
 def _refuse_random(node: ForwardNode, graph: ir.Graph) -> None:

@@ -26,6 +26,7 @@ from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
+from ortgrad.passes.resolve_sequences import resolve_sequences
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
 from ortgrad.pipelines.opening import open_model, run
@@ -62,7 +63,8 @@ def _plan(
     model = open_model(
         source, lambda model: refuse_integers(model, of), inlined=lambda function: not is_body(function)
     )
-    model = run(model, fold_ifs, sort)
+    # A list of known length decides Ifs, and a branch that is taken may read known elements.
+    model = run(model, resolve_sequences, fold_ifs, resolve_sequences, sort)
     graph = model.graph
     declared = infer_proven_shapes(model)
     model = pad_all_axes(model)
