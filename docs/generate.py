@@ -13,6 +13,25 @@ from ortgrad.operators.declaration import Attribute, Operator, all_operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Operators of ONNX with floating-point inputs and outputs that have no rule, no body and are no stop.
+SEQUENCES = "a sequence of tensors has no gradient; write it with Concat, Split, Gather or Slice"
+OPTIONALS = "an optional value has no gradient; remove it where the value is always there"
+MAPS = "its input or output is a map, which has no gradient; take the tensor before it, or behind it"
+NOT_DIFFERENTIATED = {
+    "ConcatFromSequence": SEQUENCES,
+    "Optional": OPTIONALS,
+    "OptionalGetElement": OPTIONALS,
+    "SequenceAt": SEQUENCES,
+    "SequenceConstruct": SEQUENCES,
+    "SequenceErase": SEQUENCES,
+    "SequenceInsert": SEQUENCES,
+    "SplitToSequence": SEQUENCES,
+    "QLinearMatMul": "ONNX calls it not differentiable: a quantised product, whose output is a step function",
+    "ai.onnx.ml::CastMap": MAPS,
+    "ai.onnx.ml::DictVectorizer": MAPS,
+    "ai.onnx.ml::ZipMap": MAPS,
+}
+
 STUB_HEAD = '''\
 """Node builders, one per gradient operator. Written by docs/generate.py from the declarations."""
 
@@ -103,6 +122,16 @@ def operator_table() -> str:
             if (rule.function is not None) is keep
         )
         lines += ["", f"## {title}", "", " ".join(f"`{name}`" for name in names)]
+    lines += [
+        "",
+        "## Not differentiated",
+        "",
+        "All other operators of ONNX with floating-point inputs and outputs have a rule, or a function body.",
+        "",
+        "| operator | why |",
+        "| --- | --- |",
+        *(f"| `{name}` | {why} |" for name, why in NOT_DIFFERENTIATED.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 
