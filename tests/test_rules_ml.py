@@ -367,6 +367,27 @@ def test_ways(way: str) -> None:
     check("ArrayFeatureExtractor", [rows(4, 3), np.array([[2, 0]])], {}, lambda x, i: x[:, i[0]], ways=ways)
 
 
+EMPTY: list[tuple[str, dict[str, Any], bool]] = [
+    ("Scaler", {"offset": [0.0] * 3, "scale": [1.0, 2.0, 3.0]}, False),
+    ("Normalizer", {"norm": "L2"}, False),
+    ("LinearRegressor", {"coefficients": [1.0, 2.0, 3.0]}, False),
+    ("SVMRegressor", svm("RBF", coefficients=[1.0] * 6, n_supports=6, rho=[0.4]), False),
+    ("SVMClassifier", machine([2, 1, 3], "RBF")[0], True),
+    ("FeatureVectorizer", {"inputdimensions": [3]}, False),
+]
+
+
+@pytest.mark.parametrize(("op_type", "attributes", "classifier"), EMPTY, ids=[case[0] for case in EMPTY])
+def test_no_rows(op_type: str, attributes: dict[str, Any], classifier: bool) -> None:
+    outputs = (np.int64, np.float32) if classifier else (np.float32,)
+    model, feeds = one_node(op_type, [np.zeros((0, 3), np.float32)], attributes, domain=ML, outputs=outputs)
+    of = "z" if classifier else "y"
+    plain = onnxruntime.InferenceSession(model.SerializeToString())
+    seed = plain.run([of], feeds)[0]
+    built = ortgrad.build_gradient_model(model, wrt="a", of=of)
+    assert session(built, "auto").run(["a_grad"], {**feeds, f"{of}_grad": seed})[0].shape == (0, 3)
+
+
 STOPS: dict[str, tuple[dict[str, Any], int]] = {
     "Binarizer": ({"threshold": 0.5}, 1),
     "OneHotEncoder": ({"cats_int64s": [0, 1], "zeros": 1}, 1),

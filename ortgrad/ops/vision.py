@@ -290,18 +290,24 @@ def max_roi_pool_gradient(node: ForwardNode) -> ir.Value:
     there = op.And(op.Unsqueeze(row_there, [2, 4]), op.Unsqueeze(column_there, [1, 3]))
     regions, channels = op.Shape(node.input(1), end=1), op.Shape(x, start=1, end=2)
     outputs = math.prod(node.attribute("pooled_shape"))
-    flat = op.Concat(regions, [outputs, -1], axis=0)
-    index, there = op.Reshape(index, flat), op.Unsqueeze(op.Reshape(there, flat), [3])
-    by_place = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])
-    elements = op.Reshape(by_place, op.Concat([-1], channels, axis=0))
+    flat = op.Concat(regions, [outputs], op.ReduceProd(op.Shape(index, start=3), keepdims=1), axis=0)
+    index = op.Max(op.Reshape(index, flat, allowzero=1), 0)
+    there = op.Unsqueeze(op.Reshape(there, flat, allowzero=1), [3])
+    places = op.Concat(op.Shape(x, end=2), op.ReduceProd(op.Shape(x, start=2), keepdims=1), axis=0)
+    by_place = op.Transpose(op.Reshape(x, places, allowzero=1), perm=[0, 2, 1])
+    count = op.ReduceProd(op.Shape(by_place, end=2), keepdims=1)
+    # One more, so that an image without elements has one to read.
+    elements = op.Pad(op.Reshape(by_place, op.Concat(count, channels, axis=0), allowzero=1), [0, 0, 1, 0])
     terms = op.Where(there, op.Gather(elements, index), -math.inf)
     first = op.ArgMax(terms, axis=2, keepdims=1)
     numbers = op.Unsqueeze(op.Range(0, op.Gather(op.Shape(index), 2), 1), [1])
-    dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), op.Concat(regions, [outputs, 1], channels, axis=0))
+    rows = op.Concat(regions, [outputs, 1], channels, axis=0)
+    dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), rows, allowzero=1)
     # A part without elements, of a region beyond the image, has an output of 0.
     parts = op.Where(op.And(op.Equal(numbers, first), there), dy, 0.0)
-    grads = op.Reshape(op.GatherGrad(op.Shape(elements), index, parts, axis=0), op.Shape(by_place))
-    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x))
+    grads = op.GatherGrad(op.Shape(elements), index, parts, axis=0)
+    grads = op.Reshape(op.Slice(grads, [0], count, [0]), op.Shape(by_place), allowzero=1)
+    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x), allowzero=1)
 
 
 def _region_parts(node: ForwardNode, axis: int) -> tuple[ir.Value, ir.Value]:
