@@ -13,6 +13,15 @@ from ortgrad.operators.declaration import Attribute, Operator, all_operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Operators of ONNX with floating-point inputs and outputs that have no rule, no body and are no stop.
+MAPS = "its input or output is a map, which has no gradient; take the tensor before it, or behind it"
+NOT_DIFFERENTIATED = {
+    "QLinearMatMul": "ONNX calls it not differentiable: a quantised product, whose output is a step function",
+    "ai.onnx.ml::CastMap": MAPS,
+    "ai.onnx.ml::DictVectorizer": MAPS,
+    "ai.onnx.ml::ZipMap": MAPS,
+}
+
 STUB_HEAD = '''\
 """Node builders, one per gradient operator. Written by docs/generate.py from the declarations."""
 
@@ -103,6 +112,16 @@ def operator_table() -> str:
             if (rule.function is not None) is keep
         )
         lines += ["", f"## {title}", "", " ".join(f"`{name}`" for name in names)]
+    lines += [
+        "",
+        "## Not differentiated",
+        "",
+        "All other operators of ONNX with floating-point inputs and outputs have a rule, or a function body.",
+        "",
+        "| operator | why |",
+        "| --- | --- |",
+        *(f"| `{name}` | {why} |" for name, why in NOT_DIFFERENTIATED.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 

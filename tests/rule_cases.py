@@ -253,6 +253,13 @@ CASES: list[Case] = [
         {"output_height": 2, "output_width": 2, "sampling_ratio": 2},
         fixed=[1],
     ),
+    Case(
+        "MaxRoiPool",
+        [apart(2, 3, 5, 6), np.float32([[1, 0, 0, 3, 4], [0, 1, 1, 4, 3]])],
+        {"pooled_shape": [2, 2]},
+        fixed=[1],
+    ),
+    Case("STFT", [normal(2, 9), np.array(2), normal(4), np.array(4)], {"onesided": 1}),
     Case("SoftmaxCrossEntropyLoss", [normal(4, 3), ints(0, 2, 1, 1), positive(3)], {"ignore_index": 2}),
     Case(
         "SoftmaxCrossEntropyLoss",

@@ -212,14 +212,3 @@ def test_classifiers_of_scikit_learn(
         step = np.eye(4)[i] * 1e-4
         grad[:, i] = (total(x + step) - total(x - step)) / 2e-4
     check(model, {"X": x}, {"X": grad.astype(np.float32)}, caplog, of=scores)
-
-
-@pytest.mark.parametrize("name", ["LogisticRegression", "StandardScaler, LogisticRegression"])
-def test_what_has_no_rule_is_named(name: str, fitted: dict[str, Any]) -> None:
-    from skl2onnx import to_onnx
-
-    model = to_onnx(fitted[name], np.zeros((1, 4), np.float32))
-    inside = next(node.output[0] for node in model.graph.node if node.op_type == "Normalizer")
-    model.graph.output.append(helper.make_tensor_value_info(inside, 1, None))
-    with pytest.raises(ortgrad.UnsupportedGradientError, match=r"LinearClassifier \(domain ai.onnx.ml"):
-        ortgrad.build_gradient_model(model, wrt="X", of=inside)

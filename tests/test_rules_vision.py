@@ -1,13 +1,14 @@
-"""Gradient rules of RoiAlign, DeformConv, Col2Im and LRN, against finite differences and PyTorch."""
+"""Gradient rules of RoiAlign, MaxRoiPool, DeformConv, Col2Im and LRN, against differences and PyTorch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
-from rule_support import check_against_torch, check_rule, one_node
+from rule_support import check_against_torch, check_rule, gradients, one_node
 from torch.nn import functional
 
 import ortgrad
@@ -164,3 +165,38 @@ def test_regions_without_extent() -> None:
     for mode in ("avg", "max"):
         attributes = {"mode": mode, "output_height": 2, "output_width": 3}
         check_rule("RoiAlign", inputs, attributes, wrt=["a"])
+
+
+REGIONS = [[0, 0, 0, 8, 7], [1, 2, 1, 5, 6], [1, -3.3, -2, 3, 3], [0, 6, 5, 20, 20], [0, 30, 30, 40, 40]]
+REGIONS += [[1, 4, 4, 4, 4], [0, 1.5, 2.5, 6.5, 5.5]]
+
+
+@pytest.mark.parametrize("pooled", [(2, 2), (3, 4), (1, 1)], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_max_roi_pool(pooled: tuple[int, int], scale: float, symbolic: bool) -> None:
+    """Overlapping regions, regions partly and wholly outside, of one element, with halves to round."""
+    random = np.random.default_rng(0)
+    x = random.permutation(2 * 3 * 8 * 9).reshape(2, 3, 8, 9).astype(np.float32)
+    rois = np.array(REGIONS, np.float32)
+    attributes = {"pooled_shape": list(pooled), "spatial_scale": scale}
+    model, feeds = one_node("MaxRoiPool", [x, rois], attributes, symbolic=symbolic)
+    seed = random.standard_normal((len(rois), 3, *pooled)).astype(np.float32)
+    y, dx = np.zeros(seed.shape), np.zeros(x.shape)
+    for n, (image, *corners) in enumerate(rois):
+        x1, y1, x2, y2 = (np.copysign(np.floor(abs(c * scale) + 0.5), c) for c in corners)
+        high, wide = max(y2 - y1 + 1, 1) / pooled[0], max(x2 - x1 + 1, 1) / pooled[1]
+        for i, j in np.ndindex(*pooled):
+            top, bottom = (int(np.clip(y1 + t, 0, 8)) for t in (np.floor(i * high), np.ceil((i + 1) * high)))
+            left, right = (int(np.clip(x1 + t, 0, 9)) for t in (np.floor(j * wide), np.ceil((j + 1) * wide)))
+            if top < bottom and left < right:
+                for c in range(3):
+                    part = x[int(image), c, top:bottom, left:right]
+                    row, column = np.unravel_index(part.argmax(), part.shape)
+                    y[n, c, i, j] = part.max()
+                    dx[int(image), c, top + row, left + column] += seed[n, c, i, j]
+    np.testing.assert_array_equal(
+        onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0], y
+    )
+    for kernels in ("auto", "python", "onnx"):
+        np.testing.assert_allclose(gradients(model, feeds, {"y": seed}, ["a"], kernels)["a"], dx, atol=1e-6)

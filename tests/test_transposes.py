@@ -204,7 +204,9 @@ def test_between_transposes(index: int) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    rules = {op_type for (_, op_type), rule in all_rules().items() if rule.function is not None}
+    # Those of ai.onnx.ml work on rows of features, not on layouts.
+    found = [(domain, op) for (domain, op), rule in all_rules().items() if rule.function is not None]
+    rules = {op_type for domain, op_type in found if domain != "ai.onnx.ml"}
     assert rules - {case.op_type for case in CASES} == WITHOUT_CASES
 
 

@@ -12,6 +12,7 @@ from ortgrad.errors import ModelError
 from ortgrad.graph import protos
 from ortgrad.graph.element_sizes import forget_element_sizes, hide_initial_sizes
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
+from ortgrad.graph.missing_shapes import fill_in_shapes
 from ortgrad.graph.pool_sizes import round_sizes_down
 from ortgrad.graph.serialization import is_known, to_proto
 from ortgrad.graph.traversal import subgraphs
@@ -23,6 +24,12 @@ _LARGEST_CONSTANT = 1000
 
 def infer_types(model: ir.Model) -> None:
     """Infer the types and shapes of all values of the model and its subgraphs, in place."""
+    _infer(model)
+    while fill_in_shapes(model.graph):
+        _infer(model)
+
+
+def _infer(model: ir.Model) -> None:
     with _without_weights(model):
         proto = to_proto(model)
         lengths = hide_lengths(proto)

@@ -16,7 +16,7 @@ no_gradient("Floor", "Ceil", "Round", "Sign", "Hardmax")
 no_gradient("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf")
 no_gradient("Not", "And", "Or", "Xor", "BitShift", "BitwiseNot", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 no_gradient("Shape", "Size", "NonZero", "ArgMax", "ArgMin", "NonMaxSuppression", "QuantizeLinear")
-no_gradient("Constant", "ConstantOfShape", "EyeLike", "Bernoulli", "Multinomial")
+no_gradient("BitCast", "Constant", "ConstantOfShape", "EyeLike", "Bernoulli", "Multinomial")
 no_gradient("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 
 elementwise("Identity", lambda op, dy, y, x: dy)

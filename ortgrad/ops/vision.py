@@ -1,4 +1,4 @@
-"""Gradient rules of RoiAlign, DeformConv, Col2Im and LRN."""
+"""Gradient rules of RoiAlign, MaxRoiPool, DeformConv, Col2Im and LRN."""
 
 from __future__ import annotations
 
@@ -274,3 +274,58 @@ def _maximum_of_regions(node: ForwardNode) -> ir.Value:
     parts = op.Where(op.Equal(numbers, first), dy * weight, 0.0)
     grads = op.Reshape(op.GatherGrad(op.Shape(elements), index, parts, axis=0), op.Shape(by_place))
     return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x))
+
+
+@gradient("MaxRoiPool")
+def max_roi_pool_gradient(node: ForwardNode) -> ir.Value:
+    """dX = dY at the maximum of each part of a region; the regions have no gradient"""
+    op, x, dy = node.op, node.input(0), node.grad(0)
+    rows, row_there = _region_parts(node, 0)
+    columns, column_there = _region_parts(node, 1)
+    # (regions, output rows, output columns, elements of a part), then the elements flat.
+    height, width = (op.Gather(op.Shape(x), 2 + axis) for axis in range(2))
+    image = op.Cast(op.Gather(node.input(1), [0], axis=1), to=TensorProto.INT64) * (height * width)
+    index = op.Unsqueeze(rows, [2, 4]) * width + op.Unsqueeze(columns, [1, 3])
+    index = index + op.Unsqueeze(image, [2, 3, 4])
+    there = op.And(op.Unsqueeze(row_there, [2, 4]), op.Unsqueeze(column_there, [1, 3]))
+    regions, channels = op.Shape(node.input(1), end=1), op.Shape(x, start=1, end=2)
+    outputs = math.prod(node.attribute("pooled_shape"))
+    flat = op.Concat(regions, [outputs], op.ReduceProd(op.Shape(index, start=3), keepdims=1), axis=0)
+    index = op.Max(op.Reshape(index, flat, allowzero=1), 0)
+    there = op.Unsqueeze(op.Reshape(there, flat, allowzero=1), [3])
+    places = op.Concat(op.Shape(x, end=2), op.ReduceProd(op.Shape(x, start=2), keepdims=1), axis=0)
+    by_place = op.Transpose(op.Reshape(x, places, allowzero=1), perm=[0, 2, 1])
+    count = op.ReduceProd(op.Shape(by_place, end=2), keepdims=1)
+    # One more, so that an image without elements has one to read.
+    elements = op.Pad(op.Reshape(by_place, op.Concat(count, channels, axis=0), allowzero=1), [0, 0, 1, 0])
+    terms = op.Where(there, op.Gather(elements, index), -math.inf)
+    first = op.ArgMax(terms, axis=2, keepdims=1)
+    numbers = op.Unsqueeze(op.Range(0, op.Gather(op.Shape(index), 2), 1), [1])
+    rows = op.Concat(regions, [outputs, 1], channels, axis=0)
+    dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), rows, allowzero=1)
+    # A part without elements, of a region beyond the image, has an output of 0.
+    parts = op.Where(op.And(op.Equal(numbers, first), there), dy, 0.0)
+    grads = op.GatherGrad(op.Shape(elements), index, parts, axis=0)
+    grads = op.Reshape(op.Slice(grads, [0], count, [0]), op.Shape(by_place), allowzero=1)
+    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x), allowzero=1)
+
+
+def _region_parts(node: ForwardNode, axis: int) -> tuple[ir.Value, ir.Value]:
+    """The elements of X along an axis that belong to each part of each region, and which of them exist."""
+    op, rois = node.op, node.input(1)
+    count = node.attribute("pooled_shape")[axis]
+    size = op.Gather(op.Shape(node.input(0)), 2 + axis)
+    # A region is (image, x1, y1, x2, y2); onnxruntime rounds halves away from 0.
+    scaled = (op.Gather(rois, [i], axis=1) * node.attribute("spatial_scale") for i in (2 - axis, 4 - axis))
+    start, end = (op.Sign(place) * op.Floor(op.Abs(place) + 0.5) for place in scaled)
+    step = op.Max(end - start + 1.0, 1.0) / float(count)
+    numbers = op.CastLike(np.arange(count, dtype=np.float32), rois)
+    last = op.CastLike(size, rois)
+    first, beyond = (
+        op.Cast(op.Min(op.Max(place + start, 0.0), last), to=TensorProto.INT64)
+        for place in (op.Floor(numbers * step), op.Ceil((numbers + 1.0) * step))
+    )
+    # All parts get as many elements as the largest, at least one.
+    longest = op.ReduceMax(op.Concat(op.Reshape(beyond - first, [-1]), [1], axis=0), keepdims=0)
+    places = op.Unsqueeze(first, [2]) + op.Range(0, longest, 1)
+    return op.Min(places, size - 1), op.Less(places, op.Unsqueeze(beyond, [2]))
