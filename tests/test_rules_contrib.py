@@ -483,11 +483,6 @@ def other_cases() -> list[Case]:
             [normal(2, 3, 5, 6), np.array([[0.1, 0.2, 0.7, 0.9]], np.float32), ints([1]), ints([1, 3])],
             note="one line",
         ),
-        Case(
-            "NGramRepeatBlock",
-            [ints([[0, 1, 2, 0, 1], [3, 3, 3, 3, 3]], np.int64), normal(2, 4)],
-            {"ngram_size": 3},
-        ),
     ]
     for bits, blob in ((2, 4), (4, 8), (8, 16)):
         weight = rng.integers(0, 256, (4, 3, blob)).astype(np.uint8)
@@ -525,7 +520,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.kernel and c.op_type != "NGramRepeatBlock"], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.kernel], ids=str)
 def test_a_definition_computes_what_the_kernel_computes(case: Case) -> None:
     model, feeds = case.model()
     expected = run(model, feeds)
@@ -536,7 +531,7 @@ def test_a_definition_computes_what_the_kernel_computes(case: Case) -> None:
 
 
 # A small step makes equal elements different.
-WITHOUT_DIFFERENCES = {"NGramRepeatBlock", "Unique"}
+WITHOUT_DIFFERENCES = {"Unique"}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.op_type not in WITHOUT_DIFFERENCES], ids=str)

@@ -42,7 +42,7 @@ def _activated(op: Recorder, node: NodeView, value: ir.Value, parameters: dict[s
         raise node.unsupported(f"its activation {name!r} is not known")
     if name == "Clip":
         return op.Clip(value, parameters["min"], parameters["max"])
-    activated: ir.Value = op._record(name, value, **parameters)
+    activated: ir.Value = getattr(op, name)(value, **parameters)
     return activated
 
 

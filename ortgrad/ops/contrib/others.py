@@ -158,11 +158,6 @@ def n_gram_repeat_block_gradient(node: ForwardNode) -> Gradients:
     return None, op.Where(op.IsInf(node.output(0)), 0.0, node.grad(0))
 
 
-@definition("NGramRepeatBlock", domain=DOMAIN)
-def n_gram_repeat_block(op: Recorder, node: NodeView) -> ir.Value:
-    raise node.unsupported("it depends on the words")
-
-
 @definition("MatMulNBits", domain=DOMAIN)
 def mat_mul_n_bits(op: Recorder, node: NodeView) -> ir.Value:
     """A B' + bias, with B from integers of a few bits and a scale and zero point per block"""
