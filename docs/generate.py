@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ortgrad.autodiff.definitions import all_definitions, all_reasons
 from ortgrad.autodiff.rules import all_rules
 from ortgrad.dialects.training import training_operators
 from ortgrad.operators.declaration import Attribute, Operator, all_operators
@@ -107,22 +108,41 @@ def operator_table() -> str:
         ("Where the gradient stops", False),
     ):
         names = sorted(
-            f"{domain}::{name}" if domain else name
+            _qualified(domain, name)
             for (domain, name), rule in rules.items()
             if (rule.function is not None) is keep
         )
         lines += ["", f"## {title}", "", " ".join(f"`{name}`" for name in names)]
+    defined = sorted(_qualified(*key) for key in all_definitions() if key not in rules)
     lines += [
         "",
-        "## Not differentiated",
+        "## Forward operators that are differentiated through their definition",
+        "",
+        "Their definition in operators that have a rule replaces nodes between `wrt` and `of`.",
+        "",
+        " ".join(f"`{name}`" for name in defined),
+        "",
+        "## Operators of onnxruntime without a gradient",
+        "",
+        "| operator | reason |",
+        "| --- | --- |",
+    ]
+    lines += [f"| `{_qualified(*key)}` | {why} |" for key, why in sorted(all_reasons().items())]
+    lines += [
+        "",
+        "## Operators of ONNX without a gradient",
         "",
         "All other operators of ONNX with floating-point inputs and outputs have a rule, or a function body.",
         "",
-        "| operator | why |",
+        "| operator | reason |",
         "| --- | --- |",
         *(f"| `{name}` | {why} |" for name, why in NOT_DIFFERENTIATED.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _qualified(domain: str, name: str) -> str:
+    return f"{domain}::{name}" if domain else name
 
 
 def main() -> None:

@@ -280,7 +280,7 @@ def test_internal_loss(ignored: int | None) -> None:
 @pytest.mark.parametrize(
     ("op_type", "feeds", "attributes", "text"),
     [
-        ("Scale", {"x": numbers(2)}, {}, "input 1 is missing"),
+        ("Scale", {"x": numbers(2)}, {}, "it has no input 1"),
         ("ConcatTraining", {"x": numbers(2)}, {}, "attribute 'axis' is missing"),
         ("BatchScale", {"x": numbers(2)}, {}, "attribute 'scale_0' is missing"),
         (

@@ -44,7 +44,8 @@ def test_each_rule(case: Case) -> None:
     try:
         built = ortgrad.build_gradient_model(open_model, wrt=case.wrt, of=list(seeds))
     except ortgrad.UnsupportedGradientError as error:
-        assert "node 'node'" in str(error), error
+        # Or a node of the definition that was put in its place.
+        assert "node 'node'" in str(error) or "node 'node/" in str(error), error
         assert ("kernel_shape" in str(error)) <= case.op_type.startswith("Conv"), error
         assert case.op_type != "Gather", error
         return

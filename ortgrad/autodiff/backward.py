@@ -14,6 +14,9 @@ from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies
 
+# Under this key a node's metadata says why its definition could not be put in its place.
+REFUSED = "ortgrad.refused"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -116,7 +119,7 @@ class BackwardPass:
     def _visit(self, node: ir.Node, grads: Sequence[ir.Value | None]) -> None:
         rule = find_rule(node.op_type, node.domain)
         if rule is None:
-            raise UnsupportedError("there is no gradient rule for it")
+            raise UnsupportedError(node.meta.get(REFUSED, "there is no gradient rule for it"))
         assert rule.function is not None
         attributes = attributes_of(node, self.op.opset)
         context = ForwardNode(node, self.op, grads, attributes, self._active)

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
-
+from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.declaration import find_anywhere
 
@@ -136,7 +135,7 @@ def all_rules() -> Mapping[tuple[str, str], Rule]:
     return dict(_rules)
 
 
-class ForwardNode:
+class ForwardNode(NodeView):
     """The argument of a gradient rule: a forward node, with the gradients of its outputs."""
 
     def __init__(
@@ -147,36 +146,16 @@ class ForwardNode:
         attributes: Mapping[str, Any],
         active: frozenset[ir.Value] | set[ir.Value],
     ) -> None:
-        self.forward = node
+        super().__init__(node, attributes)
         self.op = op
-        self.attributes = attributes
         self.active = active
         # Gradients of outer values that a subgraph of the node captures.
         self.captured: dict[ir.Value, ir.Value] = {}
         self._grads = grads
 
     @property
-    def op_type(self) -> str:
-        return self.forward.op_type
-
-    @property
-    def inputs(self) -> Sequence[ir.Value | None]:
-        return self.forward.inputs
-
-    @property
-    def outputs(self) -> Sequence[ir.Value]:
-        return self.forward.outputs
-
-    def input(self, i: int) -> ir.Value:
-        """Return the i-th input; it is an error if it is absent."""
-        value = self.optional(i)
-        if value is None:
-            raise self.unsupported(f"it has no input {i}")
-        return value
-
-    def optional(self, i: int) -> ir.Value | None:
-        """Return the i-th input, or None if it is absent."""
-        return self.inputs[i] if i < len(self.inputs) else None
+    def forward(self) -> ir.Node:
+        return self.node
 
     def wants(self, i: int) -> bool:
         """Return whether the gradient of the i-th input is needed."""
@@ -184,7 +163,7 @@ class ForwardNode:
 
     def output(self, i: int) -> ir.Value:
         """Return the i-th output; it is an error if it is absent."""
-        if i >= len(self.outputs) or not self.outputs[i].name:
+        if not self.has_output(i):
             raise self.unsupported(f"it has no output {i}")
         return self.outputs[i]
 
@@ -214,35 +193,11 @@ class ForwardNode:
         """Return the gradient of the i-th output, or None if it has none."""
         return self._grads[i] if i < len(self._grads) else None
 
-    def attribute(self, name: str) -> Any:
-        """Return an attribute as Python data: the schema's default if it is absent, None if there is none."""
-        return self.attributes.get(name)
-
     def attributes_for(self, op_type: str) -> dict[str, Any]:
         """Return the node's attributes that the gradient operator `op_type` declares as well."""
         declared = find_anywhere(op_type)
         assert declared is not None, op_type
         return {name: self.attributes[name] for name in declared.attributes if name in self.attributes}
-
-    def rank(self, i: int = 0) -> int:
-        """Return the rank of the i-th input; it is an error if it is unknown."""
-        shape = self.input(i).shape
-        if shape is None:
-            raise self.unsupported(
-                f"the number of dimensions of its input {self.input(i).name!r} is not known"
-            )
-        return len(shape)
-
-    def constant(self, i: int) -> np.ndarray | None:
-        """Return the value of the i-th input if it is a constant, else None."""
-        import onnx_ir as ir
-
-        value = self.optional(i)
-        tensor = None if value is None else ir.convenience.get_const_tensor(value)
-        # An initializer that is also a graph input is only a default value.
-        if tensor is None or (value is not None and value.is_graph_input()):
-            return None
-        return tensor.numpy()
 
     def unsupported(self, why: str) -> UnsupportedError:
         """Return the error to raise if the node cannot be differentiated; `why` is shown to the user."""

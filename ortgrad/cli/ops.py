@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ortgrad.autodiff.definitions import all_definitions
 from ortgrad.autodiff.rules import all_rules
 from ortgrad.cli.exit_codes import fail
 from ortgrad.operators.declaration import all_operators
@@ -13,10 +14,12 @@ def command(arguments: argparse.Namespace) -> int:
     """Print the operators and rules whose names contain the text."""
     text = arguments.filter.lower()
     operators = [o for o in all_operators() if text in o.name.lower()]
-    rules = {f"{domain}::{name}" if domain else name: rule for (domain, name), rule in all_rules().items()}
+    rules = {_qualified(*key): rule for key, rule in all_rules().items()}
+    defined = sorted({_qualified(*key) for key in all_definitions()} - set(rules))
+    defined = [name for name in defined if text in name.lower()]
     differentiable = sorted(name for name, rule in rules.items() if text in name.lower() and rule.function)
     constant = sorted(name for name, rule in rules.items() if text in name.lower() and not rule.function)
-    if not (operators or differentiable or constant):
+    if not (operators or differentiable or defined or constant):
         return fail(f"there is no gradient operator or rule with {arguments.filter!r} in its name")
     if operators:
         print("Gradient operators:")
@@ -29,6 +32,7 @@ def command(arguments: argparse.Namespace) -> int:
             print(f"  {operator.name}({inputs}) -> {outputs}\n      {formula}")
     for title, names in (
         ("Operators with a gradient rule:", differentiable),
+        ("Operators that are differentiated through a definition:", defined),
         ("Operators through which no gradient flows:", constant),
     ):
         if names:
@@ -36,3 +40,7 @@ def command(arguments: argparse.Namespace) -> int:
             for name in names:
                 print(f"  {name}")
     return 0
+
+
+def _qualified(domain: str, name: str) -> str:
+    return f"{domain}::{name}" if domain else name

@@ -148,7 +148,7 @@ def _resize_grad(op: Recorder, node: ForeignNode) -> Sequence[ir.Value | None]:
 def _conv_transpose_grad(op: Recorder, node: ForeignNode) -> Sequence[ir.Value | None]:
     dx, dw = node.gradients(op, "ConvTranspose", [1, 2])
     dy = node.input(0)
-    others = [axis for axis in range(op.rank(dy)) if axis != 1] if node.wants(2) else []
+    others = [axis for axis in range(op.rank(dy)) if axis != 1] if node.has_output(2) else []
     return dx, dw, op.ReduceSum(dy, others, keepdims=0) if others else None
 
 

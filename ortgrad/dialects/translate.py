@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass
+from ortgrad.autodiff.node_view import NodeView
 from ortgrad.dialects.training import find_translation
 from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import put_in_place
@@ -36,35 +37,19 @@ def translate_training_operators(model: ir.Model) -> ir.Model:
     return complete(model)
 
 
-class ForeignNode:
+class ForeignNode(NodeView):
     """The argument of a translation: a node to be replaced."""
 
     def __init__(self, node: ir.Node) -> None:
-        self.node = node
+        super().__init__(node, {name: attribute.value for name, attribute in node.attributes.items()})
         # Forward nodes that have to be added because the gradients read their outputs.
         self.computed_again: list[ir.Node] = []
 
-    def input(self, i: int) -> ir.Value:
-        value = self.optional(i)
-        if value is None:
-            raise NodeError(f"input {i} is missing")
-        return value
-
-    def optional(self, i: int) -> ir.Value | None:
-        return self.node.inputs[i] if i < len(self.node.inputs) else None
-
-    def wants(self, i: int) -> bool:
-        return i < len(self.node.outputs) and bool(self.node.outputs[i].name)
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return {name: attribute.value for name, attribute in self.node.attributes.items()}
-
     def attribute(self, name: str, default: Any = None) -> Any:
-        found = self.node.attributes.get(name)
-        if found is None and default is None:
+        found = super().attribute(name, default)
+        if found is None:
             raise NodeError(f"attribute {name!r} is missing")
-        return default if found is None else found.value
+        return found
 
     def gradients(self, op: Recorder, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
         """Apply the rule of the operator `forward` to the inputs at `operands`; input 0 is dY."""
@@ -75,7 +60,7 @@ class ForeignNode:
         dy = self.input(0)
         output = node.outputs[0]
         output.name, output.type, output.shape = name, dy.type, dy.shape
-        targets = [value for i, value in enumerate(inputs) if value is not None and self.wants(i)]
+        targets = [value for i, value in enumerate(inputs) if value is not None and self.has_output(i)]
         backward = BackwardPass(op, [node], targets)
         backward.seed(output, dy)
         backward.run()

@@ -10,7 +10,6 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
-from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._types import is_half
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
@@ -220,11 +219,3 @@ def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
         return op.Slice(value, [0], [_END], [3], [2]), op.Slice(value, [1], [_END], [3], [2])
     first, second = op.Split(value, axis=3, num_outputs=2, _outputs=2)
     return first, second
-
-
-@gradient("RotaryEmbedding", domain=DOMAIN)
-def contrib_rotary_embedding_gradient(node: ForwardNode) -> ir.Value:
-    if node.wants(2) or node.wants(3):
-        raise node.unsupported("its caches have no gradient; use RotaryEmbedding of ai.onnx")
-    positions, cos, sin = node.input(1), node.input(2), node.input(3)
-    return node.op.RotaryEmbedding(node.grad(0), positions, cos, -sin, _domain=DOMAIN, **node.attributes)

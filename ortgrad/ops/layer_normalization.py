@@ -10,7 +10,7 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
-from ortgrad.operators.declaration import DOMAIN, FLOATS, Empty, Operand, Shape, operator
+from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, is_double, widened
@@ -388,76 +388,6 @@ def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
         part = _inverse_grad(op, d_inv, cast_like(op, x, inv), inv, list(range(axis, node.rank())))
         parts.append(cast_like(op, part, x))
     return sum_of(op, parts), d_scale
-
-
-@gradient("SkipLayerNormalization", domain=DOMAIN)
-def skip_layer_normalization_gradient(node: ForwardNode) -> Gradients:
-    d_sum, d_gamma, d_beta = _sum_grad(node, node.input(0), node.rank(), output=3, scale=2, bias=3)
-    return d_sum, _stretched(node, d_sum, 1), d_gamma, d_beta, _stretched(node, d_sum, 4)
-
-
-@gradient("SkipSimplifiedLayerNormalization", domain=DOMAIN)
-def skip_simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
-    d_sum, d_gamma, _ = _sum_grad(node, node.input(0), node.rank(), output=3, scale=2, bias=None)
-    return d_sum, _stretched(node, d_sum, 1), d_gamma, _stretched(node, d_sum, 3)
-
-
-@gradient("EmbedLayerNormalization", domain=DOMAIN)
-def embed_layer_normalization_gradient(node: ForwardNode) -> Gradients:
-    import onnx_ir as ir  # takes a while
-
-    op, ids, positions = node.op, node.input(0), node.optional(8)
-    # Only the type and the shape of this value are used.
-    like = op.Gather(node.input(2), ids)
-    table = node.input(2).shape
-    if ids.shape is not None and table is not None:
-        like.shape = ir.Shape([*ids.shape, table[1]])
-    d_sum, d_gamma, d_beta = _sum_grad(node, like, node.rank() + 1, output=2, scale=5, bias=6)
-
-    def table_grad(i: int, indices: ir.Value, dy: ir.Value) -> ir.Value:
-        return op.GatherGrad(op.shape_of(node.input(i)), indices, dy, axis=0)
-
-    if positions is not None:
-        d_position = table_grad(3, op.Expand(positions, op.Shape(ids)), d_sum)
-    else:
-        length = op.Squeeze(op.Shape(ids, start=1))
-        d_position = table_grad(3, op.Range(0, length, 1), op.ReduceSum(d_sum, [0], keepdims=0))
-    d_segment = None if node.optional(1) is None else table_grad(4, node.input(1), d_sum)
-    return None, None, table_grad(2, ids, d_sum), d_position, d_segment, d_gamma, d_beta
-
-
-def _sum_grad(
-    node: ForwardNode, like: ir.Value, rank: int, *, output: int, scale: int, bias: int | None
-) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """The gradients of a sum that is normalized along its last axis, of scale and of bias.
-
-    The forward node returns the sum as the given output. onnx has no schema for the node, so the type, shape
-    and rank of the sum are those of `like`, and no defaults of attributes are known.
-    """
-    op, total = node.op, node.add_output(output)
-    if any(node.optional_grad(i) is not None for i in (1, 2) if i != output):
-        raise node.unsupported("onnxruntime does not compute its mean and inverse standard deviation")
-    total.type = total.type or like.type
-    total.shape = total.shape or like.shape
-    axis, epsilon = rank - 1, node.attributes.get("epsilon", 1e-12)
-    parts = [] if node.optional_grad(output) is None else [node.grad(output)]
-    d_scale = d_bias = mean = None
-    if node.optional_grad(0) is not None:
-        if bias is None:
-            inv = _inverse_rms(op, total, axis, axis + 1, epsilon)
-        else:
-            mean, inv = statistics(op, widened(op, total), [axis], epsilon)
-        dx, d_scale, d_bias = _layer_gradients(
-            node, node.grad(0), total, mean, inv, axis, scale=scale, bias=bias
-        )
-        parts.append(dx)
-    return sum_of(op, parts), d_scale, d_bias
-
-
-def _stretched(node: ForwardNode, grad: ir.Value, i: int) -> ir.Value | None:
-    """The gradient of an optional input that was broadcast to the shape of the first."""
-    value = node.optional(i)
-    return None if value is None else unbroadcast(node.op, grad, value, node.input(0))
 
 
 @gradient("LpNormalization")

@@ -1,4 +1,7 @@
-"""Replaces nodes without a gradient rule by their bodies, if a gradient operator or ONNX's schema has one."""
+"""Replaces nodes without a gradient rule by what computes them in other operators.
+
+That is the body of a gradient operator, a definition, or the function of ONNX's schema.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.backward import active_values
+from ortgrad.autodiff.backward import REFUSED, active_values
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import gradient_nodes
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs
 from ortgrad.passes.complete import complete
+from ortgrad.passes.definitions import infer_defined_types, put_definition
 from ortgrad.passes.expand import expand
 from ortgrad.passes.schema_functions import open_schema_function
 
@@ -27,7 +30,7 @@ def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: It
     refused: set[ir.Node] = set()
     # A body may contain nodes that have to be replaced in turn.
     while _expand_once(model, *names, refused):
-        infer_types(model)
+        infer_defined_types(model)
     return model
 
 
@@ -44,15 +47,18 @@ def _expand_once(
         model = expand(complete(model), lambda node, _: node in gradients)
     opened = bool(gradients)
     names = Names.of(model)
-    for node in chosen - gradients:
+    # In the order of the graph, so that the same names are given in every run.
+    for node in [node for node in model.graph.all_nodes() if node in chosen - gradients]:
         try:
-            done = open_schema_function(node, model.opset_imports, names)
-        except NodeError:
-            done = False
+            done = put_definition(node, model.opset_imports[""], names) or open_schema_function(
+                node, model.opset_imports, names
+            )
+        except NodeError as error:
+            done, node.meta[REFUSED] = False, str(error)
         if done:
             opened = True
         else:
-            # The backward pass reports that there is no rule.
+            # The backward pass reports it.
             refused.add(node)
     return opened
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import onnx
 import onnx_ir as ir
 
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies, subgraphs
+from ortgrad.passes.definitions import infer_defined_types
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 
 
@@ -60,7 +60,7 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
     for node in model.graph.all_nodes():
         if node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
             _keep_ranks(node, declared.ranks)
-    infer_types(model)
+    infer_defined_types(model)
     infer_loop_shapes(model)
     return declared
 
@@ -101,7 +101,7 @@ def assume_ranks(model: ir.Model, declared: Declared, outputs: Iterable[ir.Value
         for value in first:
             _check(value, declared.ranks[value], Recorder(model.opset_imports[""], names))
         checked.update(first)
-        infer_types(model)
+        infer_defined_types(model)
         infer_loop_shapes(model)
 
 
