@@ -7,6 +7,11 @@ import onnx_ir as ir
 FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 
 
+def is_integer(value: ir.Value) -> bool:
+    """Return whether the elements are known not to be floating-point numbers."""
+    return value.dtype is not None and value.dtype not in FLOAT_TYPES
+
+
 def dependencies(node: ir.Node) -> list[ir.Value]:
     """Return the values that a node reads, including those that its subgraphs capture."""
     found = [value for value in node.inputs if value is not None]
