@@ -694,6 +694,16 @@ def test_straight_through_is_a_choice(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines == ["xq", "rq"]
 
 
+def test_a_check_does_not_judge_straight_through_gradients() -> None:
+    model, feeds = qdq_cnn()
+    result = ortgrad.check_gradients(model, feeds, wrt=["x", "b", "d"], per_node=True)
+    assert [(row.name, row.judged) for row in result.rows] == [("x", False), ("b", False), ("d", True)]
+    assert "QuantizeLinear node 'xq'" in result.rows[0].note
+    assert "QuantizeLinear node 'rq'" in result.rows[1].note
+    assert {"Conv c", "Relu r", "Flatten f", "Gemm y"} <= {row.name for row in result.nodes}
+    assert result.ok
+
+
 BRANCH = """<ir_version: 10, opset_import: ["" : 21]> g (float[N] x, bool c) => (float[N] y)
     <float s = {0.1}, int8 z = {0}> {
         %s y = If(c) <then_branch = t () => (float[N] a) { %s },

@@ -17,6 +17,7 @@ from ortgrad.check.objective import Objective
 from ortgrad.check.per_node import check_node, intermediate_values, nodes_between
 from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.check.result import GradientCheck, Row
+from ortgrad.check.rounding import rounding_behind
 from ortgrad.check.sessions import Backward
 from ortgrad.check.stops import quiet_stops
 from ortgrad.check.targets import differentiable
@@ -54,7 +55,8 @@ def check_gradients(
     else in single precision; the result says which. The gradients are computed in the model's own types and,
     where onnxruntime can, in double. A gradient that is off by more than `tolerance` of its size (default: by
     element type) is wrong, unless the rounding that is measured explains it: from step to step of the
-    differences, and in the gradient itself. Where rounding would hide anything, it is not judged.
+    differences, and in the gradient itself. Where rounding would hide anything, it is not judged; nor are the
+    straight-through gradients of quantised models.
 
     Where the function has a kink, as Relu at 0, the gradients are checked at a point beside it. The results
     of random operators, such as a Dropout in training mode, are drawn once and are the same everywhere.
@@ -105,8 +107,13 @@ def check_gradients(
         rows.append(row)
         report(len(rows), len(targets) + len(nodes), row.name)
 
+    rounding = rounding_behind(marked, outputs)
     for name in targets:
-        add(comparison.row(name))
+        if name in rounding:
+            note = f"straight-through because of the {rounding[name]}: not the slope of the output"
+            add(Row(name, np.nan, np.nan, note, judged=False))
+        else:
+            add(comparison.row(name))
     alone = partial(check_gradients, kernels=kernels, directions=directions, tolerance=tolerance, seed=seed)
     values = intermediate_values(proto, marked, complete) if nodes else {}
     for node in nodes:
