@@ -390,6 +390,49 @@ def test_integer_weights_with_a_bias_and_scales_of_channels() -> None:
         close(found[key], t[key].grad)
 
 
+@pytest.mark.parametrize("op_type", ["QLinearAdd", "QLinearMul"])
+@pytest.mark.parametrize("opset", [13, 18, 21, 25])
+def test_one_tensor_twice(op_type: str, opset: int) -> None:
+    feeds = {"x": uniform(-1, 1.4, 3, 4), "s": np.array(0.009, np.float32), "sy": np.array(0.011, np.float32)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node(op_type, ["q", "s", "z", "q", "s", "z", "sy", "z"], ["p"], domain="com.microsoft"),
+        helper.make_node("DequantizeLinear", ["p", "sy", "z"], ["y"]),
+    ]
+    found = gradients(make_model(nodes, feeds, [integers("z", 2, "int8")], opset), feeds, list(feeds))
+    t = tracked(feeds)
+    x = fake(t["x"], t["s"], 2, "int8")
+    y = fake(x + x if op_type == "QLinearAdd" else x * x, t["sy"], 2, "int8")
+    y.backward(torch.tensor(seed_of(found["y"])))
+    close(found["x"], t["x"].grad)
+    close(found["s"], t["s"].grad)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_zero_points_of_columns(batch: tuple[int, ...]) -> None:
+    weights = np.random.default_rng(0).integers(0, 255, (6, 4))
+    columns = np.array([100, 120, 128, 140])
+    feeds = {"x": uniform(-1, 2, *batch, 3, 6), "s": np.array(0.01, np.float32)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("MatMulInteger", ["q", "w", "z", "zw"], ["i"]),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["f", "s"], ["y"]),
+    ]
+    initializers = [
+        integers("z", 90, "uint8"),
+        integers("w", weights, "uint8"),
+        integers("zw", columns, "uint8"),
+    ]
+    found = gradients(make_model(nodes, feeds, initializers), feeds, list(feeds))
+    t = tracked(feeds)
+    y = fake(t["x"], t["s"], 90, "uint8") @ torch.tensor((weights - columns).astype(np.float32))
+    y.backward(torch.tensor(seed_of(found["y"])))
+    close(found["y"], y)
+    close(found["x"], t["x"].grad)
+    close(found["s"], t["s"].grad)
+
+
 class DynamicallyQuantised(torch.autograd.Function):
     """Dynamic quantisation to uint8 and back; its scale counts as a constant, as a PyTorch observer's."""
 

@@ -239,7 +239,7 @@ class _Floats:
         if operator == "Softmax" and node.attribute("opset") < 13:
             # All axes from `axis` on are one.
             x = operands[0]
-            flat = op.Softmax(op.Flatten(x, axis=settings.get("axis", 1)), axis=1)
+            flat = op.Softmax(op.Flatten(x, axis=settings.get("axis", -1)), axis=1)
             y = op.Reshape(flat, op.shape_of(x), allowzero=1)
         elif self.channels_last:
             y = self._channels_last(operands, bias, settings)
@@ -273,49 +273,40 @@ class _Floats:
         if self.definition.dynamic and position == 0:
             return self._dynamically(q)
         z = None if zero is None else node.optional(zero)
-        if scale is not None:
-            s = node.input(scale)
-        else:
-            s = op.constant(np.array(1.0, np.float32))
-            if z is not None and (z.shape is None or len(z.shape)):
-                s = op.Expand(s, op.shape_of(z))
-            s.shape = s.shape if z is None else z.shape
+        s = node.input(scale) if scale is not None else op.constant(np.array(1.0, np.float32))
         return self._dequantised(q, s, z, self._axis(position))
 
     def _dequantised(self, q: ir.Value, scale: ir.Value, zero: ir.Value | None, axis: int | None) -> ir.Value:
-        op = self.op
-        if scale.shape is None:
-            raise self.node.unsupported(f"the number of dimensions of its scale {scale.name!r} is not known")
-        if not _is_one(scale) and (axis is None or len(scale.shape) != 1):
-            raise self.node.unsupported(
-                f"its scale or zero point {scale.name!r} of shape {scale.shape} is neither one number nor "
-                "one for each channel"
-            )
+        """Return (q - zero) * scale, with scales and zero points along an axis."""
         # In front of a MatMul, onnxruntime would take DequantizeLinear as a wish to round dY to 8 bits, too.
-        x = op.Cast(q, to=onnx.TensorProto.FLOAT)
+        op = self.op
+        x = op.CastLike(q, scale)
         x.shape = q.shape
         if zero is not None:
-            x = x - self._along(op.Cast(zero, to=onnx.TensorProto.FLOAT), scale, q, axis)
+            shift = op.CastLike(zero, scale)
+            shift.shape = zero.shape
+            x = x - self._along(shift, q, axis)
             x.shape = q.shape
-        x = x * self._along(scale, scale, q, axis)
+        x = x * self._along(scale, q, axis)
         x.type, x.shape = scale.type, q.shape
         return x
 
-    def _along(self, value: ir.Value, like: ir.Value, q: ir.Value, axis: int | None) -> ir.Value:
+    def _along(self, value: ir.Value, q: ir.Value, axis: int | None) -> ir.Value:
         """Return a scale or zero point in a shape that broadcasts to that of the tensor."""
         import onnx_ir as ir  # takes a while
 
-        if axis is None or _is_one(like):
-            value.shape = value.shape or like.shape
+        if _is_one(value):
             return value
-        if axis >= 0 and q.shape is None:
-            raise self.node.unsupported(f"the number of dimensions of its input {q.name!r} is not known")
+        if value.shape is None or axis is None or len(value.shape) != 1 or (axis >= 0 and q.shape is None):
+            raise self.node.unsupported(
+                f"the shape {value.shape} of {value.name!r}, a scale or zero point of {q.name!r}, is neither "
+                "known to be that of one number nor one number for each channel"
+            )
         behind = -1 - axis if axis < 0 else len(q.shape or ()) - 1 - axis
         if not behind:
-            value.shape = value.shape or like.shape
             return value
         spread: ir.Value = self.op.Unsqueeze(value, list(range(1, 1 + behind)))
-        spread.shape = ir.Shape([*(like.shape or ()), *[1] * behind])
+        spread.shape = ir.Shape([*value.shape, *[1] * behind])
         return spread
 
     def _dynamically(self, x: ir.Value) -> ir.Value:
@@ -345,9 +336,8 @@ class _Floats:
             return bias
         a, b = (node.input(definition.scales[value]) for value, _, _ in definition.operands)
         unit = op.Mul(a, b)
-        unit.type, unit.shape = b.type, b.shape if a.shape is not None and not len(a.shape) else None
-        if unit.shape is None and _is_one(a):
-            unit.shape = b.shape if b.shape is not None and len(b.shape) else a.shape
+        # Where one of them is a number, the product has the shape of the other.
+        unit.type, unit.shape = b.type, b.shape if _is_one(a) and b.shape else a.shape
         alpha = node.attribute("alpha")
         if alpha not in (None, 1.0):
             shape, unit = unit.shape, unit * float(alpha)
