@@ -433,6 +433,40 @@ def test_zero_points_of_columns(batch: tuple[int, ...]) -> None:
     close(found["s"], t["s"].grad)
 
 
+def test_channels_last() -> None:
+    """As onnxruntime's optimised files have them."""
+    weights = np.random.default_rng(0).integers(-127, 128, (4, 3, 3, 3))
+    feeds = {
+        "x": uniform(-1, 1, 2, 6, 5, 3),
+        "sx": np.array(0.007, np.float32),
+        "sw": uniform(0.001, 0.004, 4),
+        "sh": np.array(0.0101, np.float32),
+    }
+    settings = {"domain": "com.microsoft", "channels_last": 1}
+    inputs = ["q", "sx", "z", "w", "sw", "zw", "sh", "z"]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "sx", "z"], ["q"]),
+        helper.make_node("QLinearConv", inputs, ["h"], **settings, pads=[1, 0, 1, 0]),
+        helper.make_node("QLinearGlobalAveragePool", ["h", "sh", "z", "sh", "z"], ["p"], **settings),
+        helper.make_node("DequantizeLinear", ["p", "sh", "z"], ["y"]),
+    ]
+    initializers = [
+        integers("z", 128, "uint8"),
+        integers("zw", np.zeros(4, int), "int8"),
+        integers("w", weights, "int8"),
+    ]
+    found = gradients(make_model(nodes, feeds, initializers), feeds, ["x", "sw"])
+    t = tracked(feeds)
+    x = fake(t["x"], t["sx"], 128, "uint8").permute(0, 3, 1, 2)
+    h = T.conv2d(x, torch.tensor(weights) * t["sw"].reshape(-1, 1, 1, 1), padding=(1, 0))
+    p = fake(h, t["sh"], 128, "uint8").permute(0, 2, 3, 1).mean((1, 2), keepdim=True)
+    y = fake(p, t["sh"], 128, "uint8")
+    y.backward(torch.tensor(seed_of(found["y"])))
+    close(found["y"], y)
+    close(found["x"], t["x"].grad)
+    close(found["sw"], t["sw"].grad)
+
+
 class DynamicallyQuantised(torch.autograd.Function):
     """Dynamic quantisation to uint8 and back; its scale counts as a constant, as a PyTorch observer's."""
 

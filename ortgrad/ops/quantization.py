@@ -371,10 +371,14 @@ def _output_type(
 ) -> onnx.TypeProto:
     """Return the type of an operator's output for operands of these shapes, with other elements."""
     found = onnx.helper.make_tensor_type_proto(element, None)
+    if any(o is None or not o.tensor_type.HasField("shape") for o in operands):
+        return found
     last = context.get_attribute("channels_last")
-    if any(o is None or not o.tensor_type.HasField("shape") for o in operands) or (
-        last is not None and last.i
-    ):
+    if last is not None and last.i and operands[0] is not None:
+        # The lengths are not needed, but the rank is.
+        found.tensor_type.shape.CopyFrom(onnx.TensorShapeProto())
+        for _ in operands[0].tensor_type.shape.dim:
+            found.tensor_type.shape.dim.add()
         return found
     types = {}
     for i, operand in enumerate(operands):
