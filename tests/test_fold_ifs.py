@@ -100,3 +100,20 @@ def test_inside_of_a_loop(taken: bool) -> None:
     inner = np.sin(d) * d
     sine = np.sin(inner) + d * np.cos(inner) * (np.cos(d) * d + np.sin(d))
     np.testing.assert_allclose(result, 7 * d**6 if taken else sine, rtol=1e-5)
+
+
+@pytest.mark.parametrize("output", ["p", "q"])
+def test_an_output_of_the_if_is_not_the_value_inside(output: str) -> None:
+    """Inside, q is computed from p; between the outputs of the If there is no such path."""
+    given = parser.parse_model(
+        f"""{HEAD} g (float[3] x) => (float[3] y) {{ c = Constant<value = bool {{1}}>()
+        p, q = If(c) <then_branch = then () => (float[3] a, float[3] b) {{ a = Sin(x) b = Mul(a, a) }},
+                      else_branch = else () => (float[3] a, float[3] b) {{ a = Cos(x) b = Exp(x) }}>
+        y = Mul(p, q) }}"""
+    )
+    built = ortgrad.build_gradient_model(given, wrt=output)
+    x = np.array([0.5, -1, 2], np.float32)
+    feeds = {"x": x, "y_grad": np.ones(3, np.float32)}
+    (result,) = ortgrad.InferenceSession(built).run([f"{output}_grad"], feeds)
+    # y = p q, p = sin(x), q = sin(x)^2
+    np.testing.assert_allclose(result, np.sin(x) ** 2 if output == "p" else np.sin(x), rtol=1e-5)

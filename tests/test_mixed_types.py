@@ -137,7 +137,7 @@ CASES = {
         attributes={"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize"},
     ),
 }
-# These have no two floating-point inputs of different types, or are tested below or with quantised models.
+# These have no two floating-point inputs of different types, or are tested below or with quantized models.
 ELSEWHERE = {"Cast", "CastLike", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear"}
 
 

@@ -1,4 +1,4 @@
-"""Straight-through gradients of quantised operators and models, against PyTorch's fake quantisation."""
+"""Straight-through gradients of quantized operators and models, against PyTorch's fake quantization."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def close(found: np.ndarray, expected: Any, tolerance: float = 1e-4) -> None:
 
 
 def fake(x: torch.Tensor, scale: torch.Tensor, zero: Any, kind: str, axis: int = 0) -> torch.Tensor:
-    """PyTorch's fake quantisation with a gradient of the scale."""
+    """PyTorch's fake quantization with a gradient of the scale."""
     zeros = torch.tensor(np.asarray(zero), dtype=torch.float32)
     low, high = RANGES[kind]
     if scale.ndim == 0:
@@ -202,7 +202,7 @@ def test_float8_is_refused() -> None:
         """<ir_version: 10, opset_import: ["" : 21]> g (float[3] x) => (float[3] y) <float s = {0.1}> {
             q = QuantizeLinear<output_dtype = 17>(x, s) y = DequantizeLinear(q, s) }"""
     )
-    with pytest.raises(ortgrad.UnsupportedGradientError, match=r"float8e4m3fn of 'q'; quantise to integers"):
+    with pytest.raises(ortgrad.UnsupportedGradientError, match=r"float8e4m3fn of 'q'; quantize to integers"):
         ortgrad.build_gradient_model(model, wrt="x")
 
 
@@ -259,7 +259,7 @@ def test_operators_on_integers(name: str, symbolic: bool) -> None:
     close(found["x"], t.grad)
 
 
-# Operators on quantised tensors
+# Operators on quantized tensors
 
 T = torch.nn.functional
 OPERATORS: dict[str, tuple[list[tuple[int, ...]], Callable[..., torch.Tensor], dict[str, Any]]] = {
@@ -302,7 +302,7 @@ STANDARD = {"QLinearConv", "QLinearMatMul"}
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("kind", ["uint8", "int8"])
-def test_quantised_operators(name: str, kind: str) -> None:
+def test_quantized_operators(name: str, kind: str) -> None:
     shapes, function, settings = OPERATORS[name]
     op_type = name.split()[0]
     low, high = RANGES[kind]
@@ -434,7 +434,7 @@ def test_zero_points_of_columns(batch: tuple[int, ...]) -> None:
 
 
 def test_channels_last() -> None:
-    """As onnxruntime's optimised files have them."""
+    """As onnxruntime's optimized files have them."""
     weights = np.random.default_rng(0).integers(-127, 128, (4, 3, 3, 3))
     feeds = {
         "x": uniform(-1, 1, 2, 6, 5, 3),
@@ -467,8 +467,8 @@ def test_channels_last() -> None:
     close(found["sw"], t["sw"].grad)
 
 
-class DynamicallyQuantised(torch.autograd.Function):
-    """Dynamic quantisation to uint8 and back; its scale counts as a constant, as a PyTorch observer's."""
+class DynamicallyQuantized(torch.autograd.Function):
+    """Dynamic quantization to uint8 and back; its scale counts as a constant, as a PyTorch observer's."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -483,7 +483,7 @@ class DynamicallyQuantised(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("form", ["integer", "to float", "dynamic", "conv"])
-def test_dynamic_quantisation(form: str) -> None:
+def test_dynamic_quantization(form: str) -> None:
     weights = np.random.default_rng(0).integers(-100, 100, (4, 3, 3, 3) if form == "conv" else (6, 4))
     feeds = {
         "x": uniform(-1, 2, *((2, 3, 5, 5) if form == "conv" else (2, 3, 6))),
@@ -513,7 +513,7 @@ def test_dynamic_quantisation(form: str) -> None:
         del feeds["b"]
     found = gradients(make_model(nodes, feeds, [integers("w", weights, "int8")]), feeds, list(feeds))
     t = tracked(feeds)
-    x = DynamicallyQuantised.apply(t["x"])
+    x = DynamicallyQuantized.apply(t["x"])
     matrix = torch.tensor(weights) * t["s"]
     y = T.conv2d(x, matrix) if form == "conv" else x @ matrix + t["b"]
     y.backward(torch.tensor(seed_of(found["y"])))
@@ -526,7 +526,7 @@ def test_dynamic_quantisation(form: str) -> None:
 
 
 def qdq_cnn() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """A network as quantisation-aware training exports it: float weights, fake-quantised in the model."""
+    """A network as quantization-aware training exports it: float weights, fake-quantized in the model."""
     generator = np.random.default_rng(0)
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21]>
@@ -554,7 +554,7 @@ def qdq_cnn() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "python", "onnx", "plain"])
-def test_a_cnn_against_a_fake_quantised_module(kernels: str) -> None:
+def test_a_cnn_against_a_fake_quantized_module(kernels: str) -> None:
     model, feeds = qdq_cnn()
     weights = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
     wrt = ["x", "w", "b", "v", "d"]
@@ -602,7 +602,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Interpreter:
-    """Runs the quantised models below in PyTorch; quantised tensors are integers in floats."""
+    """Runs the quantized models below in PyTorch; quantized tensors are integers in floats."""
 
     def __init__(self, model: onnx.ModelProto, feeds: Mapping[str, torch.Tensor]) -> None:
         self.values = dict(feeds)
@@ -627,11 +627,11 @@ class Interpreter:
         shift = 0 if z is None else self.along(z, q, axis)
         return (q - shift) * self.along(s, q, axis)
 
-    def quantised(self, x: Any, s: Any, z: Any, name: str, axis: int = 0) -> Any:
+    def quantized(self, x: Any, s: Any, z: Any, name: str, axis: int = 0) -> Any:
         return Rounded.apply(x / self.along(s, x, axis), self.along(z, x, axis), *RANGES[self.kinds[name]])
 
     def QuantizeLinear(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
-        return self.quantised(*i, node.input[2], a.get("axis", 1))
+        return self.quantized(*i, node.input[2], a.get("axis", 1))
 
     def DequantizeLinear(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
         return self.real(i[0], i[1], i[2] if len(i) > 2 else None, a.get("axis", 1))
@@ -658,22 +658,22 @@ class Interpreter:
     def QLinearConv(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
         bias = [i[8] * i[1] * i[4]] if len(i) > 8 else []
         y = self.Conv([self.real(*i[:3]), self.real(*i[3:6]), *bias], a, node)
-        return self.quantised(y, i[6], i[7], node.input[7])
+        return self.quantized(y, i[6], i[7], node.input[7])
 
     def QGemm(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
         turned = a.get("transB", 0)
         b = self.real(*i[3:6], 0 if turned else 1)
         y = self.real(*i[:3]) @ (b.T if turned else b) + i[6] * i[1] * i[4]
-        return self.quantised(y, i[7], i[8], node.input[8])
+        return self.quantized(y, i[7], i[8], node.input[8])
 
     def QLinearMatMul(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
-        return self.quantised(self.real(*i[:3]) @ self.real(*i[3:6], 1), i[6], i[7], node.input[7])
+        return self.quantized(self.real(*i[:3]) @ self.real(*i[3:6], 1), i[6], i[7], node.input[7])
 
     def QLinearLeakyRelu(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
-        return self.quantised(T.leaky_relu(self.real(*i[:3]), a["alpha"]), i[3], i[4], node.input[4])
+        return self.quantized(T.leaky_relu(self.real(*i[:3]), a["alpha"]), i[3], i[4], node.input[4])
 
     def QLinearAveragePool(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
-        return self.quantised(self.AveragePool([self.real(*i[:3])], a, node), i[3], i[4], node.input[4])
+        return self.quantized(self.AveragePool([self.real(*i[:3])], a, node), i[3], i[4], node.input[4])
 
     def Gemm(self, i: Any, a: Any, node: Any) -> Any:  # noqa: N802
         y = i[0] @ (i[1].T if a.get("transB", 0) else i[1])
@@ -708,8 +708,8 @@ class Interpreter:
 
 
 @pytest.mark.parametrize("form", ["QDQ", "QDQ per channel", "QOperator", "dynamic"])
-def test_what_onnxruntime_quantises(form: str, tmp_path: Path) -> None:
-    source, path = ROOT / "models" / "cnn.onnx", tmp_path / "quantised.onnx"
+def test_what_onnxruntime_quantizes(form: str, tmp_path: Path) -> None:
+    source, path = ROOT / "models" / "cnn.onnx", tmp_path / "quantized.onnx"
     image = uniform(0, 1, 4, 1, 8, 8)
     if form == "dynamic":
         quantize_dynamic(source, path, op_types_to_quantize=["Conv", "MatMul", "Gemm"])
@@ -737,14 +737,14 @@ def test_integer_weights_cannot_be_trained() -> None:
     model, _ = qdq_cnn()
     with pytest.raises(
         ortgrad.ModelError,
-        match=r"'wq' is a quantised tensor, whose int8 .* name 'w', from which .* or its scale 'sw' instead",
+        match=r"'wq' is a quantized tensor, whose int8 .* name 'w', from which .* or its scale 'sw' instead",
     ):
         ortgrad.build_gradient_model(model, wrt="wq")
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2] x) => (float[N, 2] y)
         <int8[2, 2] w = {1, 2, 3, 4}, float s = {0.1}> { d = DequantizeLinear(w, s) y = MatMul(x, d) }"""
     )
-    with pytest.raises(ortgrad.ModelError, match=r"'w' is a quantised tensor.* name its scale 's' instead"):
+    with pytest.raises(ortgrad.ModelError, match=r"'w' is a quantized tensor.* name its scale 's' instead"):
         ortgrad.build_gradient_model(model, wrt="w")
     ortgrad.build_gradient_model(model, wrt="s", straight_through=False)
 

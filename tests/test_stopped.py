@@ -49,7 +49,7 @@ STOPPED = {
         """(float[N] x) => (float[M] y) <int64[1] k = {2}> { v, i = TopK(x, k) y = Cast<to = 1>(i) }""",
         ["TopK node 'v'"],
     ),
-    "quantised, then cast": (
+    "quantized, then cast": (
         """(float[N] x, float[N] w) => (float[N] y) <float scale = {0.1}, uint8 zero = {3}> {
             i = Cast<to = 7>(x) f = Cast<to = 1>(i) q = QuantizeLinear(f, scale, zero)
             d = DequantizeLinear(q, scale, zero) y = Mul(d, w) }""",
@@ -62,7 +62,7 @@ STOPPED = {
 }
 # Gradients that are zero without a word: the values of x do not matter, or another path has a gradient.
 QUIET = {
-    "quantised": """(float[N] x, float[N] w) => (float[N] y) <float scale = {0.1}, uint8 zero = {3}> {
+    "quantized": """(float[N] x, float[N] w) => (float[N] y) <float scale = {0.1}, uint8 zero = {3}> {
         q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero) y = Mul(d, w) }""",
     "unused": "(float[N] x, float[N] w) => (float[N] y, float[N] z) { y = Exp(w) z = Floor(x) }",
     "shape": """(float[N] x) => (float[N] y) {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.integers import float_copy, quantised_outputs
+from ortgrad.autodiff.integers import float_copy, quantized_outputs
 from ortgrad.autodiff.rules import ForwardNode, Gradients, UnsupportedError, find_rule
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.errors import NodeError
@@ -27,7 +27,7 @@ class Failure:
 def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[ir.Value]:
     """Return the values that depend on the targets and may have a gradient, including the targets.
 
-    These are floating-point values, and integers that stand for such numbers: the outputs of quantising
+    These are floating-point values, and integers that stand for such numbers: the outputs of quantizing
     operators (those whose rule has `scales`), and what is computed from them.
     """
     active = set(targets)
@@ -38,16 +38,16 @@ def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[
         if not any(value in active for value in dependencies(node)):
             continue
         if rule is not None and rule.scales is not None:
-            # Other outputs are scales and zero points of dynamic quantisation, which count as constants.
+            # Other outputs are scales and zero points of dynamic quantization, which count as constants.
             active.update(node.outputs[:1])
         else:
             active.update([v for v in node.outputs if not is_integer(v)])
-            active.update(quantised_outputs(node, active))
-            active.update(_quantised_in_subgraphs(node, active))
+            active.update(quantized_outputs(node, active))
+            active.update(_quantized_in_subgraphs(node, active))
     return active
 
 
-def _quantised_in_subgraphs(node: ir.Node, active: set[ir.Value]) -> Iterator[ir.Value]:
+def _quantized_in_subgraphs(node: ir.Node, active: set[ir.Value]) -> Iterator[ir.Value]:
     """Yield the integer outputs that may have a gradient inside of the node's subgraphs."""
     integers = [is_integer(value) for value in node.outputs]
     for graph in subgraphs(node) if any(integers) else ():
@@ -214,12 +214,12 @@ def _between(starts: Gradients, results: Sequence[ir.Value]) -> list[ir.Node]:
 
 
 def _integer_gradient(node: ForwardNode) -> Gradients:
-    """Differentiate a node on quantised tensors as if their elements were floating-point numbers."""
+    """Differentiate a node on quantized tensors as if their elements were floating-point numbers."""
     if subgraphs(node.forward):
         name = next(v.name for v in _values(node.forward) if v in node.active and is_integer(v))
         raise node.unsupported(
-            f"the quantised tensor {name!r} goes into its subgraphs or comes out of them; "
-            "quantise and dequantise it on the same side"
+            f"the quantized tensor {name!r} goes into its subgraphs or comes out of them; "
+            "quantize and dequantize it on the same side"
         )
     if node.op_type in ("Cast", "CastLike"):
         return [node.grad(0)]
@@ -237,7 +237,7 @@ def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str
         opset = opsets.get(node.domain, "unknown")
         lines.append(f"  {node.op_type} (domain {domain}, opset {opset}), node {name!r}: {failure.reason}")
     lines.append(
-        "Ask for a `wrt` that does not lead through them, give them a rule with @ortgrad.gradient, "
-        "or put an equivalent operator in their place."
+        "Choose `wrt` and `of` so that these nodes are not between them, declare a rule for them with "
+        "@ortgrad.gradient, or replace them by equivalent operators."
     )
     return "\n".join(lines)

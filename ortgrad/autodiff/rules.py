@@ -64,7 +64,7 @@ def gradient(
     With `broadcasts`, every gradient may have the shape of the (broadcast) output; it is summed to the shape
     of its input.
 
-    `scales` is given for operators on quantised tensors: the index of the scale of each quantised input (-1
+    `scales` is given for operators on quantized tensors: the index of the scale of each quantized input (-1
     for the output), as far as they have scales. Their first output and their inputs have gradients even if
     their elements are integers; such a gradient is a float tensor, in units of the integers. An operator that
     rounds to integers is declared with `straight_through`: rounding is differentiated as if it were the

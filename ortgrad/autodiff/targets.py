@@ -225,12 +225,12 @@ def _require_float(argument: str, value: ir.Value) -> None:
     allowed = FLOAT_TYPES if argument == "of" else {*FLOAT_TYPES, None}
     if value.dtype in allowed:
         return
-    quantised = _instead_of_integers(value) if argument == "wrt" and value.dtype is not None else []
-    if quantised:
+    quantized = _instead_of_integers(value) if argument == "wrt" and value.dtype is not None else []
+    if quantized:
         assert value.dtype is not None
         raise ModelError(
-            f"wrt={value.name!r} is a quantised tensor, whose {value.dtype.name.lower()} elements cannot "
-            f"be trained; name {' or '.join(quantised)} instead"
+            f"wrt={value.name!r} is a quantized tensor, whose {value.dtype.name.lower()} elements cannot "
+            f"be trained; name {' or '.join(quantized)} instead"
         )
     near = _floats_behind([value]) if argument == "of" else []
     producer = value.producer()
@@ -245,14 +245,14 @@ def _require_float(argument: str, value: ir.Value) -> None:
 
 
 def _instead_of_integers(value: ir.Value) -> list[str]:
-    """Describe what can be trained in the place of a quantised tensor; nothing if it is not used as one."""
+    """Describe what can be trained in the place of a quantized tensor; nothing if it is not used as one."""
     found: dict[str, None] = {}
     producer = value.producer()
     rule = None if producer is None else find_rule(producer.op_type, producer.domain)
     if producer is not None and rule is not None and rule.straight_through:
         source = producer.inputs[0]
         if source is not None and source.dtype in FLOAT_TYPES:
-            found[f"{source.name!r}, from which it is quantised,"] = None
+            found[f"{source.name!r}, from which it is quantized,"] = None
     for user, i in value.uses():
         rule = find_rule(user.op_type, user.domain)
         if rule is None or rule.scales is None:
@@ -261,7 +261,7 @@ def _instead_of_integers(value: ir.Value) -> list[str]:
         if scale is not None:
             found[f"its scale {scale.name!r}"] = None
         elif not found:
-            found["a floating-point tensor that is quantised in the model"] = None
+            found["a floating-point tensor that is quantized in the model"] = None
     return list(found)
 
 
@@ -282,7 +282,7 @@ def _floats_behind(values: Iterable[ir.Value]) -> list[str]:
 
 def _where(name: str, graph: ir.Graph, names: Iterable[str]) -> str:
     if any(name in values_by_name(inner) for inner in graph.subgraphs()):
-        return ": it is inside a subgraph, and no weight with a name of its own; make it an output of that"
+        return ": it is inside a subgraph, and not a weight with a unique name; make it an output of the node"
     return _nearest(name, names)
 
 

@@ -1,4 +1,4 @@
-"""Gradients against finite differences."""
+"""Comparison of gradients with finite differences."""
 
 from ortgrad.check.gradients import check_gradients
 from ortgrad.check.result import GradientCheck

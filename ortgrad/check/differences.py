@@ -1,4 +1,4 @@
-"""Derivatives of a function of one variable by central differences, with a measured error."""
+"""Derivatives of a function of one variable by central differences, with an error estimate."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-RATIO = 4.0  # of one step to the next
-SAFETY = 5.0  # how many times the spread between steps a derivative may be off
+RATIO = 4.0  # between consecutive steps
+SAFETY = 5.0  # the error estimate is this many times the spread between steps
 SINGLE_EPS = float(np.finfo(np.float32).eps)
 
 
 class Steps(NamedTuple):
-    """Steps of differences, relative to the size of a value.
+    """Step sizes for differences, relative to the size of a value.
 
-    `quick` is the one that is tried alone, `few` those that are tried before all others are.
+    `quick` is tried first, then the steps in `few`, then all.
     """
 
     every: tuple[float, ...]
@@ -26,12 +26,12 @@ class Steps(NamedTuple):
 _DOUBLE = tuple(1e-2 / RATIO**k for k in range(10))
 _SINGLE = tuple(1e-1 / RATIO**k for k in range(6))
 DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[5], _DOUBLE[3:7])
-# Large, for the rounding of a forward pass in single precision.
+# Large steps, because a forward pass in single precision has large rounding errors.
 SINGLE_STEPS = Steps(_SINGLE, _SINGLE[2], ())
 
 
 class Derivative(NamedTuple):
-    """A derivative, how far it may be off, and how far the derivatives on the two sides are apart.
+    """A derivative, its error estimate, and the difference between the one-sided derivatives.
 
     `error` is infinite where the function is not finite. `jump` is 0 unless it is well above its own error.
     """
@@ -42,9 +42,9 @@ class Derivative(NamedTuple):
 
 
 class Differences:
-    """The derivative of `sum(function(t))` at 0, measured as precisely as a caller needs it.
+    """The derivative of `sum(function(t))` at 0, computed as precisely as needed.
 
-    `rounding` is the rounding error that a sum has at least.
+    `rounding` is a lower bound of the rounding error of a sum.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Differences:
         self.quick = _total(function(step), function(-step)) / (2 * step)
 
     def measure(self, enough: float) -> Derivative:
-        """The derivative from several steps, from few if its error is `enough`; computed once."""
+        """Return the derivative from the steps `few`, or from all if its error exceeds `enough`; cached."""
         if self._measured is None:
             self._measured = self._derivative(self._steps.few) if self._steps.few else None
             if self._measured is None or not self._measured.error <= enough:
@@ -78,11 +78,11 @@ def derivative(
     *,
     plateaus: bool = False,
 ) -> Derivative:
-    """The derivative of `sum(function(t))` at 0, from the step whose neighbours confirm it best.
+    """Return the derivative of `sum(function(t))` at 0, from the step that agrees best with its neighbours.
 
-    The steps, four at least, decrease by `RATIO`. Truncation and kinks near 0 show in the large ones,
-    rounding in the small ones. `rounding` is the rounding error of a sum that is expected at least. With
-    `plateaus`, steps that change nothing at all are rounding too, and are ignored.
+    There must be at least four steps, which decrease by `RATIO`. Large steps suffer from truncation and from
+    kinks near 0, small steps from rounding. `rounding` is a lower bound of the rounding error of a sum. With
+    `plateaus`, steps that do not change the sum at all are attributed to rounding and ignored.
     """
     middle = function(0.0)
     central, jumps = [], []
@@ -93,14 +93,14 @@ def derivative(
     if plateaus:
         central = [value or np.nan for value in central]
     floors = rounding / np.asarray(steps)
-    # The error is of order 2 in the step for central differences, of order 1 for the jump.
+    # The truncation error is of order 2 in the step for central differences, of order 1 for the jump.
     value, error = _most_confirmed(_extrapolated(central, RATIO**2), floors)
     jump, uncertainty = _most_confirmed(_extrapolated(jumps, RATIO), floors)
     return Derivative(value, SAFETY * error, abs(jump) if abs(jump) > 2 * SAFETY * uncertainty else 0.0)
 
 
 def rounding_of(precision: str, *, single: bool) -> float:
-    """The machine epsilon of an element type, that of float32 at least if `single`."""
+    """Return the machine epsilon of an element type; with `single`, at least that of float32."""
     eps = 2.0**-7 if precision == "bfloat16" else float(np.finfo(precision).eps)
     return max(eps, SINGLE_EPS) if single else eps
 
@@ -109,19 +109,19 @@ def _total(ahead: np.ndarray, behind: np.ndarray) -> float:
     if ahead.shape != behind.shape:
         return np.nan
     with np.errstate(invalid="ignore"):
-        # Subtracted one by one, so that elements that do not change add no rounding.
+        # Subtracted elementwise before the sum, so that elements that do not change add no rounding.
         return float(np.sum(ahead - behind))
 
 
 def _extrapolated(values: Sequence[float], factor: float) -> np.ndarray:
-    """Richardson's extrapolation from each value and the one before."""
+    """Return the Richardson extrapolation of each value and its predecessor."""
     array = np.asarray(values)
     with np.errstate(invalid="ignore"):
         return array[1:] + (array[1:] - array[:-1]) / (factor - 1)
 
 
 def _most_confirmed(values: np.ndarray, floors: np.ndarray) -> tuple[float, float]:
-    """The value that is nearest to those of the steps before and after it, and how near that is."""
+    """Return the value that is closest to those of the neighbouring steps, and its distance from them."""
     with np.errstate(invalid="ignore"):
         gaps = np.abs(np.diff(values))
         errors = np.maximum(gaps[:-1], gaps[1:]) + floors[2:-1]

@@ -1,4 +1,4 @@
-"""The same model in double precision, for finite differences."""
+"""Conversion of a model to double precision, for finite differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortgrad.graph.protos import DOUBLE, FLOAT, FLOATS, all_graphs, copy_of, dec
 from ortgrad.operators.schema import with_schemas
 
 LOW = tuple(element for element in FLOATS if element != DOUBLE)
-# Operators that name the element type of their output, and those that are float without saying so.
+# Attributes that give the element type of an output, and the operators whose default for it is float.
 TYPE_ATTRIBUTES = {"to", "dtype", "output_datatype", "output_dtype"}
 FLOAT_BY_DEFAULT = {
     "RandomNormal": "dtype",
@@ -25,8 +25,8 @@ FLOAT_BY_DEFAULT = {
 
 
 def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose floating-point tensors are double, with casts where an operator takes no double."""
-    # Functions have no types, and attributes that refer to those of their callers.
+    """Return a copy with double tensors, and casts to float around operators that have no double version."""
+    # Functions are inlined: they have no types, and attributes that refer to those of the caller.
     double = _without_functions(model)
     inferred = with_schemas(onnx.shape_inference.infer_shapes, double)
     opsets = {o.domain: o.version for o in model.opset_import}
@@ -37,7 +37,7 @@ def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
 def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     if not model.functions:
         return copy_of(model)
-    # They import onnx-ir, which takes a while.
+    # Imported here because onnx-ir is slow to import.
     from ortgrad.graph.serialization import from_proto, to_proto
     from ortgrad.passes.inline import inline
 
@@ -45,7 +45,7 @@ def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _low_values(graph: onnx.GraphProto) -> set[str]:
-    """The values with one of the types that are widened, those in subgraphs included."""
+    """Return the names of values that become double, including those in subgraphs."""
     found = set()
     for inner in all_graphs(graph):
         found |= {v.name for v in declared_values(inner) if v.type.tensor_type.elem_type in LOW}
@@ -101,7 +101,7 @@ def _convert_attributes(node: onnx.NodeProto, low: set[str], opsets: dict[str, i
 
 
 def _with_casts(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> list[onnx.NodeProto]:
-    """The node between casts for what its schema does not have in double."""
+    """Return the node, with casts for inputs and outputs that its schema does not allow in double."""
     version = opsets.get(node.domain, 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return [node]

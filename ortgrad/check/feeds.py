@@ -1,4 +1,4 @@
-"""Random inputs for what the caller does not feed."""
+"""Random values for inputs that the caller does not feed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ortgrad.check.sessions import Arrays, CannotRunError, numpy_type, on_onnxru
 from ortgrad.errors import ModelError
 from ortgrad.graph.protos import FLOATS
 
-LARGEST_INPUT = 1 << 30  # elements that are drawn
+LARGEST_INPUT = 1 << 30  # the limit of elements drawn for one input
 
 Distribution: TypeAlias = "Callable[[np.random.Generator, Sequence[int]], np.ndarray]"
-# The first with which the model runs and stays finite is taken.
+# Tried in order until the model runs and its outputs are finite.
 DISTRIBUTIONS: Sequence[Distribution] = (
     lambda generator, shape: generator.standard_normal(shape),
     lambda generator, shape: generator.uniform(0.2, 0.8, shape),
@@ -33,9 +33,9 @@ def complete_feeds(
     switches: set[str],
     generator: np.random.Generator,
 ) -> Arrays:
-    """The feeds, with random ones for missing inputs, such that the model runs and `outputs` are finite.
+    """Return the feeds, with random values for missing inputs such that `outputs` are finite.
 
-    `switches` are inputs that switch Dropout on: they are set if they are missing.
+    `switches` are inputs that turn on training mode of Dropout; missing ones are set to true.
     """
     _check_given(proto, feeds)
     given = typed(proto, feeds)
@@ -45,7 +45,7 @@ def complete_feeds(
         return given
     run = on_onnxruntime(proto)
     reason = "its outputs are not finite"
-    # Equal sizes for models whose names of dimensions do not say which must agree.
+    # Distinct sizes first; equal ones for models in which dimensions of different names must agree.
     for distribution, distinct in itertools.product(DISTRIBUTIONS, (True, False)):
         drawn = _draw(missing, _sizes(proto, given), distribution, distinct, generator)
         drawn.update((k, np.ones_like(drawn[k])) for k in switches & drawn.keys())
@@ -61,7 +61,7 @@ def complete_feeds(
 
 
 def describe_type(type_: onnx.TypeProto) -> str:
-    """A type in words."""
+    """Return a description of a type for error messages."""
     which = type_.WhichOneof("value")
     if which == "tensor_type":
         return f"{TensorProto.DataType.Name(type_.tensor_type.elem_type).lower()} tensors"
@@ -80,7 +80,7 @@ def _check_given(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Non
 
 
 def _sizes(proto: onnx.ModelProto, given: Arrays) -> dict[str, int]:
-    """The symbolic dimensions that the given feeds determine."""
+    """Return the sizes of symbolic dimensions that the given feeds determine."""
     return {
         dim.dim_param: size
         for value in proto.graph.input
@@ -107,7 +107,7 @@ def _draw(
         shape = []
         for dim in tensor.shape.dim:
             size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
-            # Exporters write -1 for a size that is not known.
+            # Exporters write -1 for an unknown size.
             shape.append(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else size)
         if math.prod(shape) > LARGEST_INPUT:
             raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")

@@ -19,9 +19,9 @@ from ortgrad.pipelines.prepare import prepare_loaded
 
 
 class Handle(NamedTuple):
-    """Where to feed a target, the value there, and how large the target is.
+    """The input through which a target is fed, its value there, and the size of the target.
 
-    What is fed for an intermediate value is added to it, so the value there is zero.
+    For an intermediate value, the feed is added to the value, so `value` is zero.
     """
 
     feed: str
@@ -33,7 +33,7 @@ class Handle(NamedTuple):
 class Forward(NamedTuple):
     """The forward model with inputs for the targets.
 
-    `own` runs it in its own element types, `run` in the most precise ones possible. `feeds` has the given
+    `own` runs it in its own element types, `run` in the most precise ones possible. `feeds` is the given
     point: the inputs of the model and the values of the targets.
     """
 
@@ -47,14 +47,14 @@ class Forward(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether `run` is in single precision."""
+        """Whether `run` computes in single precision."""
         return self.steps is SINGLE_STEPS
 
 
 def make_forward(
     proto: onnx.ModelProto, feeds: Arrays, targets: Sequence[str], outputs: Sequence[str]
 ) -> Forward:
-    """The most precise forward pass that computes what onnxruntime computes in the model's own types."""
+    """Return the most precise forward pass that agrees with onnxruntime in the model's own types."""
     model, handles = _with_targets_as_inputs(proto, feeds, targets)
     initial = {**feeds, **{handle.feed: handle.value for handle in handles.values()}}
     try:
@@ -78,16 +78,16 @@ def make_forward(
             return way
         found.append((way, results))
     if len(found) == 2 and all(_agree(found[0][1][k], found[1][1][k]) for k in outputs):
-        # The two share nothing but the precision, so it is the model in its own types that is inaccurate.
+        # Two independent implementations agree in double, so the model in its own types is inaccurate.
         return found[0][0]
-    # A model in double that only onnxruntime runs is precise as it is.
+    # A model that is already in double is precise in its own types.
     wide = all(expected[k].dtype == np.float64 for k in outputs)
     name, steps = ("float64 on onnxruntime", DOUBLE_STEPS) if wide else ("single precision", SINGLE_STEPS)
     return Forward(name, own, own, initial, handles, steps, on_onnxruntime=False)
 
 
 def size_of(array: np.ndarray) -> float:
-    """The root mean square of an array, limited to 0.01 to 100."""
+    """Return the root mean square of an array, clipped to 0.01 and 100."""
     size = float(np.sqrt(np.mean(np.square(array.astype(np.float64))))) if array.size else 1.0
     return float(np.clip(size, 1e-2, 1e2)) if size > 0 and np.isfinite(size) else 1.0
 
@@ -97,7 +97,7 @@ def _on_reference(model: onnx.ModelProto) -> Run:
     from onnx.reference.op_run import OpRun
 
     class LRN(OpRun):
-        """onnx 1.23 normalizes as many channels as the batch has rows, and leaves the others as they are."""
+        """Replaces the LRN of onnx 1.23, which normalizes only as many channels as the batch has rows."""
 
         def _run(self, x: np.ndarray, alpha: float, beta: float, bias: float, size: int) -> tuple[np.ndarray]:
             before, after = (size - 1) // 2, size // 2
@@ -105,7 +105,7 @@ def _on_reference(model: onnx.ModelProto) -> Run:
             sums = [np.sum(x[:, max(0, c - before) : c + after + 1] ** 2, axis=1) for c in channels]
             return (x / (bias + alpha / size * np.stack(sums, axis=1)) ** beta,)
 
-    # The gradient operators of training models become standard ones; that may add outputs.
+    # Gradient operators of training models are replaced by standard ones; this may add outputs.
     prepared = prepare_loaded(model, "onnx")
     names = [output.name for output in prepared.graph.output]
 
@@ -139,7 +139,7 @@ def _agree(actual: np.ndarray, expected: np.ndarray) -> bool:
 def _with_targets_as_inputs(
     proto: onnx.ModelProto, feeds: Arrays, targets: Sequence[str]
 ) -> tuple[onnx.ModelProto, dict[str, Handle]]:
-    """The model with an input for every target, and what to feed there."""
+    """Return the model with an input for every target, and the handles of the targets."""
     model = copy_of(proto)
     graph = model.graph
     inputs = {value.name for value in graph.input}
@@ -161,7 +161,7 @@ def _with_targets_as_inputs(
 
 
 def _let_move(graph: onnx.GraphProto, name: str, dtype: np.dtype) -> None:
-    """Add a graph input `<name>.delta` to an intermediate value."""
+    """Add a new graph input `<name>.delta` to an intermediate value."""
     nodes = list(graph.node)
     position = next(i for i, node in enumerate(nodes) if name in node.output)
     producer = nodes[position]

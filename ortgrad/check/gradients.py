@@ -1,4 +1,4 @@
-"""Compare built gradients with central differences of the forward model, along random directions."""
+"""check_gradients: compares gradients with central differences along random directions."""
 
 from __future__ import annotations
 
@@ -44,22 +44,21 @@ def check_gradients(
 ) -> GradientCheck:
     """Compare the gradients of a model with central differences of its forward pass in float64.
 
-    Inputs that `feeds` leaves out are drawn at random: symbolic dimensions get small sizes, whole
-    numbers are 0 or 1. `wrt` defaults to every floating-point input and initializer that a gradient
-    can flow to, `of` to every floating-point output. With `per_node`, every node between `wrt` and `of` is
-    checked by itself too, on the values it gets in the model. `progress(done, total, name)` is
-    called once before the first, and after every gradient and node. If the forward pass is slow, there is one
-    direction for each gradient.
+    Inputs that are not in `feeds` are drawn at random: symbolic dimensions get small sizes, integers are 0
+    or 1. `wrt` defaults to all floating-point inputs and initializers that a gradient can reach, `of` to all
+    floating-point outputs. With `per_node`, every node between `wrt` and `of` is also checked on its own, on
+    the values that it receives in the model. `progress(done, total, name)` is called once at the start, and
+    after every gradient and node. If the forward pass is slow, only one direction is tried per gradient.
 
-    The forward pass runs on onnxruntime where it has double kernels, else on onnx's reference implementation,
+    The forward pass runs on onnxruntime if it has double kernels, else on onnx's reference implementation,
     else in single precision; the result says which. The gradients are computed in the model's own types and,
-    where onnxruntime can, in double. A gradient that is off by more than `tolerance` of its size (default: by
-    element type) is wrong, unless the rounding that is measured explains it: from step to step of the
-    differences, and in the gradient itself. Where rounding would hide anything, it is not judged; nor are the
-    straight-through gradients of quantised models.
+    if onnxruntime can, in double. A gradient whose relative error exceeds `tolerance` (default: by element
+    type) is wrong, unless measured rounding explains it: that of the differences from step to step, or that
+    of the gradient itself. Where rounding would hide any error, the gradient is not judged, and neither are
+    the straight-through gradients of quantized models.
 
-    Where the function has a kink, as Relu at 0, the gradients are checked at a point beside it. The results
-    of random operators, such as a Dropout in training mode, are drawn once and are the same everywhere.
+    Where the function has a kink, such as Relu at 0, the gradients are checked at a point beside it. Random
+    operators, such as a Dropout in training mode, are drawn once and give the same results everywhere.
 
     >>> import onnx, ortgrad
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
@@ -80,7 +79,7 @@ def check_gradients(
     report = progress if progress is not None else lambda done, total, name: None
     report(0, len(targets), "building the gradient model")
     marked, fixed = with_marked_draws(proto, given)
-    # Zeros surprise only where somebody asked for them.
+    # Warn about zero gradients only if the caller asked for these targets.
     with quiet_stops() if wrt is None else nullcontext():
         built = build_gradient_model(marked, wrt=targets, of=outputs)
     targets, outputs = names_in(built)
@@ -92,7 +91,7 @@ def check_gradients(
     forward = make_forward(proto, complete, targets, outputs)
     passes = [Backward(built, targets, kernels)]
     if forward.on_onnxruntime and any(h.value.dtype != np.float64 for h in forward.handles.values()):
-        # Some operators have no gradient in double. What is to be said of zeros was said before.
+        # Some operators have no gradient in double. Warnings about zero gradients were issued above.
         with suppress(OrtgradError), quiet_stops():
             double = build_gradient_model(in_double(marked), wrt=targets, of=outputs)
             passes.append(Backward(with_fixed_draws(double), targets, kernels))
@@ -125,13 +124,13 @@ def check_gradients(
 
 
 def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:
-    """The model with all that is differentiated among its outputs, and all weights among its initializers."""
+    """Return the model with all `outputs` among its outputs and all weights among its initializers."""
     graph = proto.graph
     known = {value.name for value in (*graph.input, *graph.initializer)}
     known.update(name for node in graph.node if node.op_type != "Constant" for name in node.output)
     if known.issuperset(targets) and {value.name for value in graph.output}.issuperset(outputs):
         return proto
-    from ortgrad.pipelines.gradients import exposed  # onnx-ir takes a while to import
+    from ortgrad.pipelines.gradients import exposed  # onnx-ir is slow to import
 
     return exposed(proto, targets, outputs)
 

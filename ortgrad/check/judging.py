@@ -1,4 +1,4 @@
-"""Whether gradients agree with differences, at several points and along several random directions."""
+"""Verdicts on gradients, from differences at several points and along several random directions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ortgrad.check.differences import Derivative, Differences, rounding_of
 from ortgrad.check.objective import Objective, Point
 from ortgrad.check.result import Row
 
-# How far a gradient of this element type may be from the differences, relative to its size. One that is
-# farther off is compared with the rounding that is measured.
+# The allowed relative error of a gradient by its element type. A larger error is compared with measured
+# rounding.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-COARSE_TOLERANCE = 1e-3  # where the forward pass is in single precision
-# Rounding that would hide an error of this size leaves nothing to judge.
+COARSE_TOLERANCE = 1e-3  # if the forward pass is in single precision
+# A gradient is not judged if rounding could hide a relative error of this size.
 LARGEST_NOISE = 0.1
-SAFETY = 5.0  # how many times the rounding that is measured an error may be
-POINTS = 4  # that are tried until one is smooth: the given one, and others beside it
-MORE_DIRECTIONS = 3  # where one crosses a kink, or where only one disagrees
-PATIENCE = 10.0  # seconds for all directions; where they would take longer, there is one for each gradient
+SAFETY = 5.0  # the allowed multiple of measured rounding
+POINTS = 4  # tried until the function is smooth: the given one, and others beside it
+MORE_DIRECTIONS = 3  # tried where a direction crosses a kink, or where only one disagrees
+PATIENCE = 10.0  # seconds for all directions; if they would take longer, one is tried per gradient
 
 
 class Comparison:
-    """Compares the gradients of an objective with its differences, one target after the other."""
+    """Compares the gradients of an objective with its differences, one target at a time."""
 
     def __init__(
         self, objective: Objective, tolerance: float | None, directions: int, generator: np.random.Generator
@@ -39,7 +39,7 @@ class Comparison:
         self._directions = directions if seconds < PATIENCE else 1
 
     def row(self, name: str) -> Row:
-        """The verdict on the gradient with respect to a target."""
+        """Return the verdict on the gradient with respect to a target."""
         first = ""
         for number in range(POINTS):
             point = self._objective.point(number)
@@ -53,7 +53,7 @@ class Comparison:
         return Row(name, np.nan, np.nan, first, judged=False)
 
     def _at(self, point: Point, name: str) -> tuple[_Verdict, str]:
-        """The verdict at a point from several directions, and a note on it."""
+        """Return the verdict at a point from several directions, and a note on it."""
         found: list[list[_Verdict]] = [[] for _ in self._objective.passes]
         for tried in range(self._directions + MORE_DIRECTIONS):
             if tried >= self._directions and not any(_undecided(each, self._directions) for each in found):
@@ -69,7 +69,7 @@ class Comparison:
         return own, ""
 
     def _along(self, point: Point, name: str, direction: np.ndarray) -> list[_Verdict]:
-        """The verdict on every backward pass from one direction."""
+        """Return the verdicts on all backward passes from one direction."""
         objective, forward = self._objective, self._objective.forward
         single, size = forward.single, forward.handles[name].size
         rounding = 4 * rounding_of("float64", single=single) * float(np.linalg.norm(point.base))
@@ -91,10 +91,10 @@ class Comparison:
 
 
 class _Slope(NamedTuple):
-    """The derivative along a direction that a gradient gives.
+    """The directional derivative that a gradient gives.
 
-    `norm` is that of the gradient, `unit` the slope of a function that changes by its own size over that of
-    the target; up to `zero` units may be rounding in the gradient's element type.
+    `norm` is that of the gradient. `unit` is the slope of a function that changes by its own size over the
+    size of the target; up to `zero` units may be rounding in the gradient's element type.
     """
 
     value: float
@@ -104,7 +104,7 @@ class _Slope(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """How far a slope is from the differences and may be, both relative; or why that cannot be said."""
+    """The relative error of a slope and the allowed one, or the reason why the slope is not judged."""
 
     error: float
     allowed: float
@@ -119,7 +119,7 @@ class _Verdict(NamedTuple):
 def _slope_of(
     gradient: np.ndarray, direction: np.ndarray, terms: np.ndarray, size: float, single: bool
 ) -> _Slope:
-    """The slope of a gradient, for a sum of `terms` and a target of this size."""
+    """Return the slope of a gradient, for a sum of `terms` and a target of the given size."""
     wide = gradient.astype(np.float64)
     with np.errstate(invalid="ignore"):
         value = float(np.sum(wide * direction))
@@ -131,9 +131,9 @@ def _slope_of(
 def _judge(
     slope: _Slope, differences: Differences, tolerance: float, noise: Callable[[float], float]
 ) -> _Verdict:
-    """The verdict on a slope. Whatever takes long is done only if the result before it leaves a doubt.
+    """Return the verdict on a slope. Expensive measurements are made only if cheaper ones do not decide.
 
-    `noise(scale)` is how far rounding moves a slope of this scale.
+    `noise(scale)` is the effect of rounding on a slope of this scale.
     """
     scale = max(slope.norm if np.isfinite(slope.norm) else 0.0, abs(differences.quick), 1e-30)
     error = abs(slope.value - differences.quick)
@@ -172,7 +172,7 @@ def _not_judged(reason: str) -> _Verdict:
 
 
 def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
-    """The worst of several directions. If only one of three or more disagrees, it is ignored."""
+    """Return the worst verdict of several directions, ignoring a single disagreement among three or more."""
     judged = sorted((v for v in verdicts if not v.reason), key=lambda v: v.error / v.allowed)
     if not judged:
         return verdicts[0]
@@ -181,5 +181,5 @@ def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
 
 
 def _undecided(verdicts: Sequence[_Verdict], directions: int) -> bool:
-    """Whether more directions are needed: a single one disagrees, or too few could be judged."""
+    """Return whether more directions are needed: only one disagrees, or too few could be judged."""
     return sum(v.wrong for v in verdicts) == 1 or sum(not v.reason for v in verdicts) < directions

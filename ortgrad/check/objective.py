@@ -1,4 +1,4 @@
-"""The function that is differentiated, a sum of the outputs with random weights, and its gradients."""
+"""The function that is checked, a randomly weighted sum of the outputs, and its gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NOISE_RUNS = 3
 
 @dataclass(frozen=True)
 class Point:
-    """Values to differentiate at, the terms of the sum there, and the gradients of every backward pass.
+    """A point, with the terms of the sum there and the gradients of every backward pass.
 
-    `rounding` is how far the forward pass in the model's own types is from `base`, relative to that.
-    `perturbed` has, by the number of a pass, its gradients where the values are rounded differently.
+    `rounding` is the relative difference between the forward pass in the model's own types and `base`.
+    `perturbed` has, by the number of a pass, its gradients for values that are rounded differently.
     """
 
     feeds: Arrays
@@ -34,7 +34,7 @@ class Point:
 class Objective:
     """A forward pass and its backward passes at several points; `first` is the given one.
 
-    `seeds` are the inputs of the backward passes for the gradients of `outputs`, empty for a scalar.
+    `seeds` are the inputs of the backward passes for the gradients of `outputs`; empty for a scalar.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Objective:
         self._generator = generator
         base = forward.run(forward.feeds)
         self._weights = {
-            # Outputs that are not finite have no differences.
+            # No differences can be computed for outputs that are not finite.
             name: np.where(np.isfinite(base[name]), generator.standard_normal(base[name].shape), 0.0)
             if seeds
             else np.ones(())
@@ -61,9 +61,9 @@ class Objective:
         self._beside: dict[int, Point | None] = {}
 
     def point(self, number: int) -> Point | None:
-        """The given point for 0, else one where values that are equal or zero there no longer are.
+        """Return the given point for 0, else one beside it, where equal values differ and zeros are nonzero.
 
-        None if the model does not run there.
+        Returns None if the model does not run there.
         """
         if number == 0:
             return self.first
@@ -72,7 +72,7 @@ class Objective:
         return self._beside[number]
 
     def along(self, point: Point, name: str, direction: np.ndarray) -> Callable[[float], np.ndarray]:
-        """The terms of the sum as a function of the distance from a point, in a direction of a target."""
+        """Return the terms of the sum as a function of the distance that a target moves in a direction."""
         feed = self.forward.handles[name].feed
         value = point.feeds[feed].astype(np.float64)
 
@@ -86,7 +86,7 @@ class Objective:
         return function
 
     def noise(self, point: Point, number: int, name: str, direction: np.ndarray) -> float:
-        """How far the slope of a backward pass moves if all values are rounded differently."""
+        """Return how much the slope of a backward pass changes if all values are rounded differently."""
         if number not in point.perturbed:
             runs = point.perturbed[number] = []
             for _ in range(NOISE_RUNS):
@@ -117,7 +117,7 @@ class Objective:
                 moved[name] = array
                 continue
             shift = self._generator.uniform(0.01, 0.04, array.shape)
-            # Many functions are not defined below 0.
+            # Upwards first, because many functions are not defined below 0.
             sign = 1.0 if upwards else self._generator.choice([-1.0, 1.0], array.shape)
             moved[name] = np.asarray(array.astype(np.float64) + size_of(array) * shift * sign, array.dtype)
         try:
@@ -145,7 +145,7 @@ def _is_floating(array: np.ndarray) -> bool:
 
 
 def _perturbed(array: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The array, every element off by about one rounding in single precision."""
+    """Return the array with random relative errors of about one rounding, at least that of float32."""
     if not _is_floating(array):
         return array
     eps = rounding_of(array.dtype.name, single=True)

@@ -1,4 +1,4 @@
-"""Every node of a model as a model of its own, on the values that it gets in the model."""
+"""Checks of single nodes, each as a model of its own, on the values that it receives in the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ortgrad.operators.schema import with_schemas
 
 
 class PathNode(NamedTuple):
-    """A node through which a gradient flows, from its outputs `of` to its inputs `wrt`."""
+    """A node with the outputs `of` and the inputs `wrt` between which a gradient flows."""
 
     node: onnx.NodeProto
     wrt: list[str]
@@ -29,7 +29,7 @@ class PathNode(NamedTuple):
 
 
 def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> list[PathNode]:
-    """The nodes of the main graph through which a gradient flows."""
+    """Return the nodes of the main graph through which a gradient flows."""
     inferred = with_schemas(onnx.shape_inference.infer_shapes, proto)
     values = declared_values(inferred.graph)
     other = {v.name for v in values if v.type.tensor_type.elem_type not in FLOATS}
@@ -38,9 +38,9 @@ def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Seque
         reads = active.intersection(dependencies(node))
         rule = find_rule(node.op_type, node.domain)
         if reads:
-            # What is computed from quantised tensors may be one, and they have gradients.
-            quantised = (rule is not None and rule.scales is not None) or reads & other
-            active.update(name for name in node.output if name and (quantised or name not in other))
+            # What is computed from quantized tensors may be one, and they have gradients.
+            quantized = (rule is not None and rule.scales is not None) or reads & other
+            active.update(name for name in node.output if name and (quantized or name not in other))
     found = []
     for node in reversed(proto.graph.node):
         of = [name for name in node.output if name in needed and name in active]
@@ -54,7 +54,7 @@ def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Seque
 
 
 def intermediate_values(proto: onnx.ModelProto, marked: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """Every value of the main graph of `marked`, computed by `proto`, where its random nodes are fixed."""
+    """Return all values in the main graph of `marked`, computed by `proto`, whose random nodes are fixed."""
     produced = [name for node in marked.graph.node for name in node.output if name]
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     return {**weights, **typed(proto, feeds), **values_of(proto, feeds, produced)}
@@ -63,7 +63,7 @@ def intermediate_values(proto: onnx.ModelProto, marked: onnx.ModelProto, feeds: 
 def check_node(
     item: PathNode, proto: onnx.ModelProto, values: Arrays, check: Callable[..., GradientCheck]
 ) -> Row:
-    """The result of `check`, which is check_gradients with its options, for one node: the worst row."""
+    """Run `check`, which is check_gradients with its options, on one node and return the worst row."""
     node = item.node
     name = f"{node.op_type} {node.name or node.output[0]}"
     if not all(isinstance(values[k], np.ndarray) for k in (*dependencies(node), *item.of)):

@@ -1,7 +1,7 @@
-"""Random operators: which a model has, and the same model with results that are always the same.
+"""Detection of random operators, and their replacement by operators with fixed results.
 
-Whether two runs of a random model agree depends on seeds, on optimisations and on chance, so this is told
-from the nodes.
+Random models are recognized by their nodes: whether two runs agree depends on seeds, on optimizations and
+on chance.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ortgrad.graph.protos import BOOL, DOUBLE, FLOAT, all_nodes, copy_of, subgra
 GENERATORS = frozenset(
     ["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
 )
-# They draw numbers too, but their results are packed or fused with something else.
+# Random operators that cannot be fixed, because their results are packed or fused with something else.
 OTHERS = frozenset(["BiasDropout", "BitmaskDropout", "BitmaskBiasDropout"])
-# Seeds from here on are marks: nodes with one are those whose results `with_fixed_draws` fixes.
+# Larger seeds are marks: `with_fixed_draws` fixes the results of nodes with such a seed.
 FIRST_MARK = 1 << 20
 PRIME = (1 << 31) - 1
-# Other operators, by default, draw the element type of their input.
+# The default element types; other operators use that of their input.
 DEFAULT_TYPES = {"RandomNormal": FLOAT, "RandomUniform": FLOAT, "Multinomial": TensorProto.INT32}
 
 
 def with_marked_draws(
     model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """The model with a seed of its own at every random node, and which nodes those are.
+    """Return the model with a unique seed at every random node, and the names of these nodes.
 
-    A model without random nodes is returned as it is. The marks survive differentiation, so the draws can be
-    fixed in the forward model and in its gradient model in the same way.
+    A model without random nodes is returned unchanged. The seeds are preserved by differentiation, so the
+    draws can be fixed in the same way in the forward model and in the gradient model.
     """
     if not (any(_draws(model.graph, {}, feeds)) or any(_possible(f.node) for f in model.functions)):
         return model, ()
@@ -56,10 +56,10 @@ def with_marked_draws(
 
 
 def with_fixed_draws(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which every marked node always has the same results, spread as its own would be.
+    """Return a copy in which every marked node always gives the same results, with the same distribution.
 
-    The numbers are computed from the seed and the position by whole numbers, so any shape will do, inside
-    of subgraphs as well, and they are the same in every precision.
+    The results are computed from the seed and the position with integers. This works for any shape and inside
+    subgraphs, and gives the same results in every precision.
     """
     fixed = copy_of(model)
     _fix_graph(fixed.graph)
@@ -67,12 +67,12 @@ def with_fixed_draws(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def training_switches(model: onnx.ModelProto) -> set[str]:
-    """The values that switch a Dropout of the main graph on."""
+    """Return the names of the training_mode inputs of Dropout nodes in the main graph."""
     return {node.input[2] for node in model.graph.node if node.op_type == "Dropout" and len(node.input) > 2}
 
 
 def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without functions, of an opset that has the operators used here."""
+    """Return a copy in a supported opset, in which functions with random nodes are inlined."""
     from ortgrad.graph.serialization import read, write
     from ortgrad.passes.inline import inline
     from ortgrad.passes.opset import at_minimum_opset
@@ -84,7 +84,7 @@ def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _possible(nodes: Iterable[onnx.NodeProto]) -> bool:
-    """Whether one of the nodes of a function may be random."""
+    """Return whether one of the nodes of a function may be random."""
     return any(
         node.op_type in GENERATORS | OTHERS or (node.op_type == "Dropout" and len(node.input) > 2)
         for node in all_nodes(nodes)
@@ -94,7 +94,7 @@ def _possible(nodes: Iterable[onnx.NodeProto]) -> bool:
 def _draws(
     graph: onnx.GraphProto, outer: Mapping[str, bool], feeds: Mapping[str, np.ndarray]
 ) -> Iterator[onnx.NodeProto]:
-    """The nodes that draw numbers; a Dropout only if it is not known to be switched off."""
+    """Yield the random nodes; a Dropout only if its training_mode is not known to be false."""
     known = dict(outer)
     known.update((t.name, bool(numpy_helper.to_array(t).any())) for t in graph.initializer if _is_switch(t))
     known.update((k, bool(np.any(v))) for k, v in feeds.items() if np.asarray(v).size == 1)
@@ -131,7 +131,7 @@ def _fix_graph(graph: onnx.GraphProto) -> None:
 
 
 class _Draw:
-    """The nodes in the place of a random one."""
+    """The nodes that replace a random node."""
 
     def __init__(self, node: onnx.NodeProto, attributes: Mapping[str, Any], seed: int) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -172,7 +172,7 @@ class _Draw:
         return self._add("Less", self._uniform(self._shape()), chance)
 
     def _multinomial(self) -> str:
-        """All classes are equally likely: there is no gradient to check that depends on it."""
+        """Draw all classes with equal probability: no gradient depends on the distribution."""
         batch = self._add("Shape", self._node.input[0], start=0, end=1)
         samples = self._constant(np.array([self._attributes.get("sample_size", 1)]))
         drawn = self._uniform(self._add("Concat", batch, samples, axis=0))
@@ -184,7 +184,7 @@ class _Draw:
         return self._scaled(self._uniform(self._shape()), high - low, low)
 
     def _random_normal(self) -> str:
-        """The Box-Muller transform."""
+        """Draw from a normal distribution with the Box-Muller transform."""
         shape = self._shape()
         radius = self._add("Sqrt", self._scaled(self._add("Log", self._uniform(shape)), -2.0, 0.0))
         turn = self._add("Cos", self._scaled(self._uniform(shape), 2 * np.pi, 0.0))
@@ -201,7 +201,7 @@ class _Draw:
         return self._add("Add", scaled, self._constant(np.array(shift)))
 
     def _uniform(self, shape: str) -> str:
-        """Doubles in (0, 1) of a shape: a polynomial of the position modulo a prime, twice squared."""
+        """Return doubles in (0, 1): a polynomial of the position modulo a prime, squared in three rounds."""
         count = self._add("Size", self._add("ConstantOfShape", shape))
         number = self._add("Range", self._whole(0), count, self._whole(1))
         state = self._modulo(self._add("Add", number, self._whole(self._seed * 7919 + len(self.nodes) * 31)))

@@ -1,4 +1,4 @@
-"""What a check of gradients found, and how it is shown."""
+"""The result of check_gradients, and its text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ortgrad.errors import WrongGradientError
 
 @dataclass(frozen=True)
 class Row:
-    """One gradient, or one node: the worst error of all directions, relative to the gradient's size.
+    """The worst relative error of one gradient, or of one node, in all directions.
 
-    `tolerance` is what rounding explains: a little for the element type, and more where more was measured.
+    `tolerance` is the error that rounding explains: that of the element type, and measured rounding.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not, nor is what could not be judged."""
+        """Whether the error is within the tolerance; False for NaN, and if the gradient is not judged."""
         return self.judged and self.error <= self.tolerance
 
     @property
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """What `check_gradients` found. `forward` says what ran the forward pass.
+    """The result of `check_gradients`. `forward` says what ran the forward pass.
 
     `gradients` has the precisions in which the gradients were computed, `fixed` the random nodes whose
     results were drawn once.

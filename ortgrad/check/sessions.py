@@ -1,4 +1,4 @@
-"""Models in sessions, run on arrays by name in the element types that they declare."""
+"""Running models on arrays by name, which are converted to the declared element types."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class CannotRunError(Exception):
 
 
 def on_onnxruntime(model: onnx.ModelProto, kernels: Kernels = "onnx") -> Run:
-    """A function that runs the model in a session and returns its outputs by name, in their order.
+    """Return a function that runs the model in a session and returns its outputs by name, in order.
 
-    Raises ModelError if onnxruntime does not load the model; the function raises CannotRunError.
+    Raises ModelError if onnxruntime does not load the model. The function raises CannotRunError.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # its errors are handled here, and need not be on stderr as well
+    options.log_severity_level = 4  # errors are handled here and need not be logged to stderr
     session = InferenceSession(model, options, kernels=kernels)
     names = [output.name for output in session.get_outputs()]
 
@@ -44,25 +44,25 @@ def on_onnxruntime(model: onnx.ModelProto, kernels: Kernels = "onnx") -> Run:
 
 
 class Backward:
-    """A gradient model that can be run; `targets` are the names whose gradients it computes."""
+    """A gradient model in a session; `targets` are the names whose gradients it computes."""
 
     def __init__(self, built: onnx.ModelProto, targets: Sequence[str], kernels: Kernels) -> None:
         self._run = on_onnxruntime(built, kernels)
         self._targets = targets
 
     def run(self, feeds: Arrays) -> Arrays:
-        """The gradients by target."""
+        """Return the gradients by target."""
         try:
             results = list(self._run(feeds).values())
         except CannotRunError as error:
             raise ModelError(f"the gradient model does not run: {error}") from error
-        # They are behind the outputs of the model itself.
+        # The gradients follow the outputs of the forward model.
         arrays = map(np.asarray, results[-len(self._targets) :])
         return dict(zip(self._targets, arrays, strict=True))
 
 
 def values_of(model: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Arrays:
-    """Intermediate values of the model."""
+    """Return intermediate values of the model by name."""
     exposed = copy_of(model)
     del exposed.graph.output[:]
     exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
@@ -73,7 +73,7 @@ def values_of(model: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Ar
 
 
 def typed(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> Arrays:
-    """The feeds that the model takes, floating-point ones in the element types it declares."""
+    """Return the feeds for inputs of the model, floating-point ones in the declared element types."""
     found = {}
     for value in model.graph.input:
         element = value.type.tensor_type.elem_type
@@ -84,5 +84,5 @@ def typed(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> Arrays:
 
 
 def numpy_type(element: int) -> np.dtype:
-    """The NumPy type of an onnx element type."""
+    """Return the NumPy type of an onnx element type."""
     return np.dtype(helper.tensor_dtype_to_np_dtype(element))

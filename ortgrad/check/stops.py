@@ -1,4 +1,4 @@
-"""Gradients that are zero because every path to them is stopped."""
+"""Suppression of StoppedGradientWarning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortgrad.errors import StoppedGradientWarning
 
 @contextmanager
 def quiet_stops() -> Iterator[None]:
-    """Build gradient models without the warning that gradients are zero."""
+    """Within this context, StoppedGradientWarning is ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StoppedGradientWarning)
         yield

@@ -1,4 +1,4 @@
-"""Which inputs of a model, and of its nodes, a gradient can flow to."""
+"""Selection of the inputs, of a model and of its nodes, that a gradient can reach."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import onnx
 from ortgrad.graph.protos import FLOATS, captured_names, subgraphs
 from ortgrad.operators.declaration import find_operator
 
-# Inputs of gradient operators that are settings; those of standard operators are in their schemas.
+# Inputs of gradient operators that have no gradient; for standard operators, the schemas say so.
 SETTINGS = {"ratio", "roi", "scales"}
 
 
 def differentiable(proto: onnx.ModelProto) -> list[str]:
-    """The floating-point inputs and initializers that some node takes as something to differentiate."""
+    """Return the floating-point inputs and initializers that are a differentiable input of some node."""
     elements = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     elements |= {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     used: set[str] = set()
@@ -23,7 +23,7 @@ def differentiable(proto: onnx.ModelProto) -> list[str]:
 
 
 def not_differentiable(node: onnx.NodeProto, proto: onnx.ModelProto) -> set[str]:
-    """The inputs of a node that its schema declares to have no gradient: scales, axes, ratios."""
+    """Return the inputs of a node that its schema declares not differentiable: scales, axes, ratios."""
     operator = find_operator(node.op_type, node.domain)
     if operator is not None:
         parameters = zip(node.input, operator.inputs, strict=False)

@@ -1,4 +1,4 @@
-"""The command line: a module for each command, imported when it is run."""
+"""The command line; each command has a module, which is imported when the command runs."""
 
 from ortgrad.cli.entry_point import main
 

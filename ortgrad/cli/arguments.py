@@ -1,4 +1,4 @@
-"""What can be written on the command line."""
+"""The argument parser of the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_OUTPUT = "outputs or intermediate values (default: the first floating-poin
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line; `command` is the module of ortgrad.cli that runs it."""
+    """Return the argument parser; the argument `command` is the name of a module in ortgrad.cli."""
     parser = argparse.ArgumentParser(
         prog="ortgrad",
         description="Gradients for the onnxruntime you already have.",
@@ -35,13 +35,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--straight-through",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="differentiate quantised models as if nothing were rounded; without, refuse them (default: yes)",
+        help="differentiate quantized models as if nothing were rounded; without, refuse them (default: yes)",
     )
 
     prepare = commands.add_parser(
         "prepare",
         help="make a model with gradient nodes ready for onnxruntime",
-        description="Make a model that holds gradient nodes one that a plain onnxruntime session runs.",
+        description="Turn a model with gradient nodes into one that a plain onnxruntime session runs.",
     )
     _add_model(prepare)
     _add_output(prepare)

@@ -1,4 +1,4 @@
-"""`ortgrad demo`: train the CNN that the package ships on handwritten digits."""
+"""`ortgrad demo`: train the CNN that is part of the package on handwritten digits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Digits:
 
 
 def digits() -> tuple[Digits, Digits]:
-    """scikit-learn's digits, for training and for testing; the same split every time."""
+    """Return scikit-learn's digits for training and for testing; the split is always the same."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -60,15 +60,15 @@ def digits() -> tuple[Digits, Digits]:
 
 
 def classifier() -> onnx.ModelProto:
-    """The forward model cnn.onnx: image to logits, with untrained weights."""
+    """Return the forward model cnn.onnx, from image to logits, with untrained weights."""
     package = Path(__file__).parents[1]
     installed = package / "data" / "cnn.onnx"
-    # In a checkout the model is in the folder of all models.
+    # In a checkout the model is in the folder `models`.
     return load_model(installed if installed.exists() else package.parent / "models" / "cnn.onnx")
 
 
 def with_loss(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the input `labels` and the output `loss`, the mean cross-entropy."""
+    """Return the model with the input `labels` and the output `loss`, the mean cross-entropy."""
     trainable = copy_of(model)
     graph = trainable.graph
     logits = graph.output[0].name
@@ -79,12 +79,12 @@ def with_loss(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def parameters_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """The weights by name, as arrays that may be changed."""
+    """Return the weights by name, as writable arrays."""
     return {tensor.name: numpy_helper.to_array(tensor).copy() for tensor in model.graph.initializer}
 
 
 def with_parameters(model: onnx.ModelProto, parameters: dict[str, np.ndarray]) -> onnx.ModelProto:
-    """The model with other weights."""
+    """Return a copy of the model with other weights."""
     changed = copy_of(model)
     for tensor in changed.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(parameters[tensor.name], tensor.name))
@@ -98,13 +98,13 @@ def train(
     epochs: int = EPOCHS,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Gradient steps with momentum on the parameters, in place."""
+    """Train the parameters, in place, by gradient descent with momentum."""
     session = InferenceSession(backward)
     outputs = ["loss", *(f"{name}_grad" for name in parameters)]
     velocity = {name: np.zeros_like(array) for name, array in parameters.items()}
     generator = np.random.default_rng(SEED)
     for epoch in range(epochs):
-        # Small steps at the end let the weights settle.
+        # The learning rate decreases to 0, so that the weights converge.
         rate = LEARNING_RATE * (1 - epoch / epochs)
         order = generator.permutation(len(data))
         losses = []
@@ -121,13 +121,13 @@ def train(
 
 
 def accuracy(model: onnx.ModelProto, data: Digits) -> float:
-    """The fraction of the digits that the forward model recognises."""
+    """Return the fraction of the digits that the forward model classifies correctly."""
     (logits,) = InferenceSession(model).run(None, {"image": data.images})
     return float(np.mean(np.argmax(logits, axis=1) == data.labels))
 
 
 def trained_classifier(epochs: int = EPOCHS) -> onnx.ModelProto:
-    """The classifier after training, an ordinary forward model."""
+    """Return the classifier after training, an ordinary forward model."""
     model = classifier()
     parameters = parameters_of(model)
     train(
@@ -146,7 +146,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def run(show_progress: bool | None = None) -> float:
-    """Build, check, train and test the model, with output; returns the accuracy on the test digits."""
+    """Build, check, train and test the model, and print the results; returns the accuracy on test digits."""
     training, testing = digits()
     model = classifier()
     trainable = with_loss(model)

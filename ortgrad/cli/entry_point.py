@@ -1,4 +1,4 @@
-"""Run the command line and turn exceptions into exit codes."""
+"""The entry point of the command line, which turns exceptions into exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ortgrad.errors import OrtgradError, StoppedGradientWarning, UnsupportedGrad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own); returns the exit code."""
+    """Run the command line `argv` (default: `sys.argv[1:]`); returns the exit code."""
     arguments = make_parser().parse_args(argv)
     try:
         module = importlib.import_module(f"ortgrad.cli.{arguments.command}")
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has closed the pipe; Python would report that when it flushes stdout at exit.
+        # The reader has closed the pipe; Python would report an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UnsupportedGradientError as error:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         return fail(f"there is not enough memory: {error}")
     except Exception:
-        # Python itself would exit with 1, which scripts take for wrong gradients.
+        # Python would exit with 1, the exit code for wrong gradients.
         traceback.print_exc()
         return BUG
     return code
@@ -54,7 +54,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In place of `warnings.showwarning`: what is meant for the user needs no place in our code."""
+    """Replace `warnings.showwarning`: a StoppedGradientWarning is shown without file and line."""
     text = f"ortgrad: warning: {message}\n"
     if not issubclass(category, StoppedGradientWarning):
         text = warnings.formatwarning(message, category, filename, lineno, line)

@@ -5,11 +5,11 @@ import sys
 WRONG, FAILED, UNSUPPORTED, BUG, INTERRUPTED = 1, 2, 3, 4, 130
 EXIT_CODES = """exit codes:
   0    success
-  1    gradients are wrong: `check` or `demo` found that they disagree with differences; nothing else gives 1
-  2    it could not be done: wrong usage, a file that is no valid model, a file that cannot be read or
-       written, a model that does not run (stderr says what)
-  3    nodes of the model cannot be differentiated (`explain` lists them, the others do on stderr)
-  4    an error of ortgrad's own, with a traceback: please report it
+  1    gradients are wrong: `check` or `demo` found that they disagree with differences; not used otherwise
+  2    the command failed: wrong usage, a file that is not a valid model, a file that cannot be read or
+       written, a model that does not run (the reason is on stderr)
+  3    nodes of the model cannot be differentiated (`explain` lists them, other commands do so on stderr)
+  4    a bug in ortgrad, with a traceback: please report it
   130  interrupted
 """
 

@@ -1,4 +1,4 @@
-"""The files that commands read and write."""
+"""Reading and writing of files for the commands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import onnx
 
 from ortgrad.errors import ModelError
 
-# protobuf cannot write more than 2 GB; some room is left for the graph itself.
+# protobuf cannot write more than 2 GB; this limit of the weights leaves room for the graph itself.
 LARGEST_FILE = (1 << 31) - (1 << 26)
 SMALLEST_EXTERNAL_TENSOR = 1024
 
 
 def load_feeds(path: str) -> dict[str, np.ndarray]:
-    """The arrays of an npz file by name."""
-    # Opened here, because numpy does not close files that it cannot read.
+    """Return the arrays of an npz file by name."""
+    # Opened here, because NumPy does not close files that it cannot read.
     with open(path, "rb") as file:
         try:
             loaded = np.load(file)
@@ -33,7 +33,7 @@ def load_feeds(path: str) -> dict[str, np.ndarray]:
 
 
 def output_path(name: str) -> Path:
-    """The file to write, checked before the work is done."""
+    """Return the path of the file to write; raises ModelError early if it cannot be written."""
     path = Path(name)
     if path.is_dir():
         raise ModelError(f"cannot write {name!r}: it is a folder; name a file in it")
@@ -52,12 +52,12 @@ def save_and_describe(model: onnx.ModelProto, path: Path) -> None:
 
 
 def _save(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model; the weights of one that does not fit in one file go to a second beside it."""
+    """Write a model; if it is too large for one file, the weights are written to a second one beside it."""
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST_FILE:
         path.write_bytes(model.SerializeToString())
         return
     data = path.with_name(path.name + ".data")
-    # onnx appends to a file that exists.
+    # onnx appends to an existing file.
     data.unlink(missing_ok=True)
     onnx.save_model(
         model,

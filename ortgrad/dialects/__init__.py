@@ -1,1 +1,1 @@
-"""What others write, in terms of our operators and of standard ones."""
+"""Translation of onnxruntime-training's operators and ONNX's Gradient to ortgrad's and standard operators."""

@@ -1,4 +1,4 @@
-"""Replace ONNX's own Gradient operator by the nodes that compute the gradients."""
+"""Replaces ONNX's Gradient operator by the nodes that compute the gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PREVIEW_TRAINING = "ai.onnx.preview.training"
 def expand_gradient_operator(model: ir.Model) -> ir.Model:
     """Replace every Gradient node of the main graph.
 
-    A Gradient node stands for the gradients of the tensor `y` with respect to the tensors `xs`, where
-    the part of the graph that leads from `xs` and `zs` to `y` is evaluated on the node's inputs.
-    A `y` that is no scalar is summed.
+    A Gradient node returns the gradients of the tensor `y` with respect to the tensors `xs`. The part of the
+    graph between `xs`, `zs` and `y` is evaluated on the node's inputs. If `y` is not a scalar, its sum is
+    differentiated.
     """
     if not any(_is_gradient(node) for node in model.graph):
         return model
     model.graph.sort()
     declared = infer_proven_shapes(model)
-    # One after the other: `y` may be a result of another Gradient node.
+    # One at a time, because `y` may be a result of another Gradient node.
     while (node := next((n for n in model.graph if _is_gradient(n)), None)) is not None:
         infer_types(model)
         try:
@@ -102,7 +102,7 @@ def _named(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
 
 
 def _between(graph: ir.Graph, sources: Iterable[ir.Value], y: ir.Value) -> list[ir.Node]:
-    """The nodes that compute `y` from the sources, in order."""
+    """Return the nodes that compute `y` from the sources, in topological order."""
     stop, needed, found = set(sources), {y}, []
     for node in reversed(graph):
         if any(value in needed and value not in stop for value in node.outputs):
@@ -112,7 +112,7 @@ def _between(graph: ir.Graph, sources: Iterable[ir.Value], y: ir.Value) -> list[
 
 
 def _copy(node: ir.Node, mapping: dict[ir.Value, ir.Value], names: Names) -> ir.Node:
-    """A copy of the node that reads what the mapping puts in the place of a value; it adds its outputs."""
+    """Return a copy of the node with its inputs replaced by `mapping`, and add its outputs to `mapping`."""
     attributes: list[ir.Attr] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:

@@ -1,8 +1,8 @@
-"""Translations of operators of onnxruntime-training that have no kernel here to standard ONNX.
+"""Translations to standard ONNX of onnxruntime-training's operators that are not declared in ortgrad.
 
 Some are standard operators under another name (ReduceSumTraining), some are combinations of a few standard
-operators (Scale, BroadcastGradientArgs), and some are gradients for which there is a rule but no operator
-here (DivGrad, ResizeGrad).
+operators (Scale, BroadcastGradientArgs), and some are gradients for which ortgrad has a rule but no operator
+(DivGrad, ResizeGrad).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 Translation: TypeAlias = "Callable[[Recorder, ForeignNode], ir.Value | Sequence[ir.Value | None]]"
 _translations: dict[str, Translation] = {}
-# onnxruntime-training keeps these in the default domain, where onnx does not know them.
+# onnxruntime-training has these in the default domain, where onnx does not define them.
 IN_DEFAULT_DOMAIN = ("SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad")
 
 
 def is_training_operator(op_type: str, domain: str) -> bool:
-    """Whether `translate_training_operators` knows the operator."""
+    """Return whether `translate_training_operators` translates the operator."""
     if domain in ("", "ai.onnx"):
         return op_type in IN_DEFAULT_DOMAIN
     return domain == DOMAIN and op_type in _translations
 
 
 def training_operators() -> list[str]:
-    """The names of all operators that `translate_training_operators` knows."""
+    """Return the names of all operators that `translate_training_operators` translates."""
     return sorted(_translations)
 
 
 def find_translation(op_type: str, domain: str) -> Translation | None:
-    """The translation of an operator, or None."""
+    """Return the translation of an operator, or None."""
     return _translations.get(op_type) if is_training_operator(op_type, domain) else None
 
 
@@ -65,7 +65,7 @@ def _split_training(op: Recorder, node: ForeignNode) -> ir.Value | Sequence[ir.V
 @_translation("ConcatTraining")
 def _concat_training(op: Recorder, node: ForeignNode) -> Sequence[ir.Value]:
     values, axis = [node.input(i) for i in range(len(node.node.inputs))], node.attribute("axis")
-    # For the last axis, an end of 0 would mean the beginning.
+    # With axis -1 the end would be 0, the start of the shape; None stands for its end.
     lengths = [op.Shape(value, start=axis, end=axis + 1 or None) for value in values]
     return op.Concat(*values, axis=axis), op.Concat(*lengths, axis=0)
 
@@ -96,7 +96,7 @@ def _broadcast_gradient_args(op: Recorder, node: ForeignNode) -> Sequence[ir.Val
     shapes = [node.input(0), node.input(1)]
     ranks = [op.Shape(shape) for shape in shapes]
     rank = op.Max(*ranks)
-    # A missing axis is always broadcast.
+    # A missing leading axis is always broadcast.
     missing = np.array([-1], np.int64)
     a, b = (
         op.Concat(op.Expand(missing, rank - own), shape, axis=0)

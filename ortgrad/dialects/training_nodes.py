@@ -1,7 +1,7 @@
-"""Gradient nodes as onnxruntime-training writes them, with what it leaves out.
+"""Adapts the gradient nodes of onnxruntime-training to the declarations in ortgrad.
 
-It keeps some operators in the default domain. Its pool gradients read the shape of X off the graph, its
-LSTMGrad the biases off its LSTMTraining, and its accumulator changes a buffer in place.
+onnxruntime-training has some operators in the default domain. Its pool gradients take the shape of X from the
+graph, its LSTMGrad takes the biases from its LSTMTraining, and its accumulator changes a buffer in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACCUMULATOR = "InPlaceAccumulatorV2"
 
 
 def adopt_training_nodes(model: ir.Model) -> ir.Model:
-    """Write out what the nodes leave to the graph around them."""
+    """Add the inputs and outputs that onnxruntime-training's gradient nodes leave implicit."""
     for node in model.graph.all_nodes():
         if node.op_type in (*POOL_GRADIENTS, *IN_DEFAULT_DOMAIN) and node.domain in ("", "ai.onnx"):
             node.domain = DOMAIN
@@ -43,7 +43,7 @@ def adopt_training_nodes(model: ir.Model) -> ir.Model:
 
 
 def _add_shape_input(model: ir.Model, node: ir.Node, names: Names) -> None:
-    """Give a pool gradient the shape of X, which onnxruntime-training leaves to the graph."""
+    """Add the shape of X to a pool gradient; onnxruntime-training takes it from the graph."""
     graph, output, dy = node.graph, node.outputs[0], node.inputs[0]
     assert graph is not None
     op = Recorder(model.opset_imports.get("", MINIMUM_OPSET), names, node.name or f"{output.name}")
@@ -66,12 +66,12 @@ def _add_shape_input(model: ir.Model, node: ir.Node, names: Names) -> None:
 
 
 def _pooled(node: ir.Node) -> ir.Value | None:
-    """The X of the forward node, if the graph tells which that is."""
+    """Return the input X of the forward node, or None if the graph does not determine it."""
     if node.op_type == "MaxPoolGrad":
         indices = node.inputs[1]
         forward = None if indices is None else indices.producer()
         return forward.inputs[0] if forward is not None and forward.op_type == "MaxPool" else None
-    # Only names tell: onnxruntime-training calls a gradient of X X_grad, or X_grad_0 if there are several.
+    # Found by name: onnxruntime-training names a gradient of X "X_grad", or "X_grad_0" if there are several.
     dy, dx = (str(v and v.name) for v in (node.inputs[0], node.outputs[0]))
     for forward in node.graph or ():
         x, y = forward.inputs[0] if forward.inputs else None, forward.outputs[0]
@@ -86,7 +86,7 @@ def _pooled(node: ir.Node) -> ir.Value | None:
 
 
 def _add_cell_inputs(node: ir.Node, operator: Operator) -> None:
-    """Give LSTMGrad the B and P of its LSTMTraining, which onnxruntime-training leaves out."""
+    """Add the inputs B and P of the LSTMTraining node to LSTMGrad; onnxruntime-training omits them."""
     parameters = {parameter.name: i for i, parameter in enumerate(operator.inputs)}
     gates = node.inputs[parameters["iofc"]] if len(node.inputs) > parameters["iofc"] else None
     forward = None if gates is None else gates.producer()
@@ -96,14 +96,14 @@ def _add_cell_inputs(node: ir.Node, operator: Operator) -> None:
     training = find_operator("LSTMTraining")
     assert training is not None
     for parameter, value in zip(training.inputs, forward.inputs, strict=False):
-        # The biases only tell what was clipped.
+        # The biases are needed only to determine which elements were clipped.
         needed = parameter.name == "P" or (parameter.name == "B" and "clip" in node.attributes)
         if needed and value is not None and not (value.name or "").startswith(EMPTY_PREFIX):
             node.replace_input_with(parameters[parameter.name], value)
 
 
 def _expose_sum(graph: ir.Graph, node: ir.Node, names: Names) -> None:
-    """Make the updated buffer a graph output: onnxruntime-training changes the buffer in place instead."""
+    """Make the updated buffer a graph output; onnxruntime-training changes the buffer in place instead."""
     buffer = node.inputs[0]
     if buffer is None or (len(node.outputs) > 1 and node.outputs[1].name):
         return

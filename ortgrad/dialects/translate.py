@@ -1,4 +1,4 @@
-"""Put the translations of `ortgrad.dialects.training` in the place of their nodes."""
+"""Replaces onnxruntime-training's nodes by the translations in `ortgrad.dialects.training`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ortgrad.passes.complete import complete
 
 
 def translate_training_operators(model: ir.Model) -> ir.Model:
-    """Replace every node of an operator of onnxruntime-training that has no kernel here."""
+    """Replace every node whose operator has a translation."""
     found = [(node, find_translation(node.op_type, node.domain)) for node in model.graph.all_nodes()]
     chosen = [(node, translation) for node, translation in found if translation is not None]
     if not chosen:
@@ -37,11 +37,11 @@ def translate_training_operators(model: ir.Model) -> ir.Model:
 
 
 class ForeignNode:
-    """A node as its translation sees it."""
+    """The argument of a translation: a node to be replaced."""
 
     def __init__(self, node: ir.Node) -> None:
         self.node = node
-        # Forward nodes whose outputs the gradients read.
+        # Forward nodes that have to be added because the gradients read their outputs.
         self.computed_again: list[ir.Node] = []
 
     def input(self, i: int) -> ir.Value:
@@ -67,7 +67,7 @@ class ForeignNode:
         return default if found is None else found.value
 
     def gradients(self, op: Recorder, forward: str, operands: Iterable[int]) -> list[ir.Value | None]:
-        """The gradients of a forward operator with these inputs, by its rule; input 0 is dY."""
+        """Apply the rule of the operator `forward` to the inputs at `operands`; input 0 is dY."""
         operands = list(operands)
         inputs = [self.optional(i) for i in operands]
         name = op.name(forward)

@@ -154,7 +154,7 @@ class _Comparison:
         if start is None or stop is None:
             raise NodeError(
                 f"the number of dimensions of {self.value.name!r} is not known; declare its shape "
-                "(symbolic dimensions will do)"
+                "(symbolic dimensions are enough)"
             )
         if self.dims is not None:
             part = self.dims[start : stop or None]

@@ -123,7 +123,7 @@ class Recorder(ir.tape.Tape):
             return operand
         if isinstance(operand, float):
             if like is None:
-                raise TypeError("a number needs a tensor operand beside it that gives its type")
+                raise TypeError("a float operand needs a tensor operand that determines its type")
             return self.number(operand, like)
         if isinstance(operand, np.ndarray | np.generic):
             return self.constant(np.asarray(operand))
@@ -173,7 +173,7 @@ class Recorder(ir.tape.Tape):
         if value.shape is None:
             raise NodeError(
                 f"the number of dimensions of {value.name!r} is not known; declare its shape "
-                "(symbolic dimensions will do)"
+                "(symbolic dimensions are enough)"
             )
         return len(value.shape)
 

@@ -191,7 +191,7 @@ def _check_external(tensor: TensorProto, what: str, count: int) -> None:
     for key in ("offset", "length"):
         text = entries.get(key, "0")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise ModelError(f"the external data of the {what} has {key} {text[:40]!r}, which is no number")
+            raise ModelError(f"the external data of the {what} has {key} {text[:40]!r}, not a number")
     expected = _bytes(tensor.data_type, count)
     if "length" in entries and int(entries["length"]) != expected:
         raise ModelError(
@@ -224,7 +224,7 @@ def _check_attribute(attribute: AttributeProto, fields: Sequence[tuple[Any, Any]
     field = _VALUES.get(attribute.type)
     what = f"attribute {attribute.name!r}{_in(owner)}"
     if field is None:
-        raise ModelError(f"the {what} says of no kind that it is of")
+        raise ModelError(f"the {what} is of no kind that ONNX knows")
     if attribute.ref_attr_name and not present:
         return
     if present - {field} or (field in _SINGLE_MESSAGES and not present):

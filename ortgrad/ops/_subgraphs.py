@@ -1,13 +1,13 @@
 """Gradient rules of If, Loop and Scan.
 
-The backward node runs the subgraph's forward nodes again, and then their backward nodes. A loop
-is walked from its last iteration to its first: the forward node is made to save the state with
-which every iteration starts, and the backward node carries the gradient of the state, and a sum
-for every value that the body reads from outside. A state that the body passes on unchanged is read
-from outside as well, so neither it nor its gradient is stacked.
+The backward node runs the subgraph's forward nodes again, and then their backward nodes. The iterations
+of a loop are processed from last to first: the forward node is changed to save the states at the start of
+every iteration, and the backward node carries the gradients of the states, and a sum for every outer
+value that the body reads. A state that the body passes on unchanged is treated as an outer value, so
+neither it nor its gradient is stacked.
 
-The states of a Loop may have other shapes in every iteration, and what is stacked may not. States that
-are not known to keep theirs are kept in sequences, by a loop that runs the forward body once more.
+The states of a Loop may change their shape from iteration to iteration, but only tensors of equal shapes can
+be stacked. Other states are saved in sequences, by a second Loop that runs the forward body again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def loop_gradient(node: ForwardNode) -> Gradients:
     trips = op.Squeeze(op.Shape(counted, start=0, end=1))
     last = op.Sub(trips, 1)
 
-    # Iteration k of the backward loop undoes iteration last - k.
+    # Iteration k of the backward loop differentiates iteration last - k.
     number, condition = (body.value_like(value, f"{value.name}") for value in body.inputs[:2])
     number.shape = condition.shape = ir.Shape([])
     front = body.new_ops()
@@ -65,15 +65,15 @@ def loop_gradient(node: ForwardNode) -> Gradients:
     for i, piece in step.pieces.items():
         provided[piece] = front.Gather(node.grad(count + i), current, axis=0)
     for i, seed in step.ends.items():
-        # Only what the last iteration wrote is a result of the loop.
+        # Only the state after the last iteration is a result of the loop.
         if seed.uses():
             provided[seed] = _if(front, front.Equal(number, 0), node.optional_grad(i), body.outputs[1 + i])
-    # An iteration that ran began with a condition that was true, and so does every one here.
+    # Every iteration that ran started with a true condition, so the condition is true here too.
     true = front.constant(np.array(True))
     body.graph.outputs.insert(0, true)
     body.graph.inputs.extend([number, condition, *step.before])
     for value, scalar in zip(body.inputs[:2], (current, true), strict=True):
-        # Some files declare these as vectors of one element, and onnxruntime obliges.
+        # Some files declare these as vectors of one element, which onnxruntime accepts.
         vector = value.shape is not None and len(value.shape) == 1
         if value.uses():
             provided[value] = front.Reshape(scalar, [1]) if vector else scalar
@@ -81,7 +81,7 @@ def loop_gradient(node: ForwardNode) -> Gradients:
     results = _emit(op, "Loop", [trips, None, *step.initial], {"body": body.graph}, step.like)
     grads = step.finish(results)
     for i in step.ends:
-        # Without any iteration, the initial state is the result.
+        # With no iterations, the initial state is the result.
         if node.wants(2 + i):
             grads[i] = _if(op, op.Equal(trips, 0), node.optional_grad(i), node.input(2 + i))
     return None, None, *grads
@@ -100,7 +100,7 @@ def scan_gradient(node: ForwardNode) -> Gradients:
     body = step.body
 
     plain = [axis == direction == 0 for axis, direction in zip(output_axes, output_directions, strict=True)]
-    # What the backward node scans: value in the body, tensor, axis, and the other direction.
+    # The scan inputs of the backward node: value in the body, tensor, axis, and reversed direction.
     scans: list[tuple[ir.Value, ir.Value, int, int]] = []
     for i, value in enumerate(body.inputs):
         if not value.uses():
@@ -116,7 +116,7 @@ def scan_gradient(node: ForwardNode) -> Gradients:
             saved = len(graph.outputs) - count - outputs
             node.forward.attributes.add(ir.AttrInt64s(name, [*node.attribute(name), *[0] * saved]))
     if not scans:
-        # Something must say how often.
+        # A Scan needs at least one scan input, which determines the number of iterations.
         scans.append((body.inputs[count], node.input(count), axes[0], 0))
     body.graph.inputs.extend([*step.before, *(value for value, *_ in scans)])
     attributes = {
@@ -144,7 +144,7 @@ def scan_gradient(node: ForwardNode) -> Gradients:
 class _Body:
     """A copy of a subgraph to which its backward nodes are added.
 
-    `inputs` and `outputs` are those of the forward graph; `graph` has none until they are set.
+    `inputs` and `outputs` are those of the forward subgraph; `graph` has none until they are set.
     """
 
     def __init__(self, node: ForwardNode, graph: ir.Graph) -> None:
@@ -162,13 +162,13 @@ class _Body:
         return self._node.op.inside(self.graph.name or "body")
 
     def value_like(self, value: ir.Value, name: str) -> ir.Value:
-        """An input for the graph, of the type and shape of another value."""
+        """Return a new input for the graph, with the type and shape of another value."""
         return ir.Value(name=self.new_ops().name(name), type=value.type, shape=value.shape)
 
     def differentiate(
         self, seeds: Mapping[int, ir.Value], targets: Sequence[ir.Value]
     ) -> list[ir.Value | None]:
-        """The gradients of the targets, given those of outputs; None where there is none."""
+        """Return the gradients of the targets, given those of outputs; None where there is none."""
         backward = BackwardPass(self.op, list(self.graph), targets, outside=seeds.values())
         for i, grad in seeds.items():
             backward.seed(self.outputs[i], grad)
@@ -179,13 +179,13 @@ class _Body:
         return [backward.total(value) for value in targets]
 
     def close(self, outputs: Iterable[ir.Value], keep: Iterable[ir.Value] = ()) -> None:
-        """Take in what is recorded, for these outputs, and drop the nodes that nobody needs.
+        """Add the recorded nodes and the outputs to the graph, and remove unused nodes.
 
-        `keep` are values that will be read later.
+        `keep` are values that will be used later.
         """
         own: set[ir.Value] = {value for made in self.op.nodes for value in made.outputs}
         for value in outputs:
-            # An output of a graph must come from a node of it, and from one place only.
+            # Each output of a graph must be the output of a different node in it.
             output = value if value in own else self.op.copy(value)
             own.discard(output)
             self.graph.outputs.append(output)
@@ -196,7 +196,7 @@ class _Body:
                 self.graph.remove(made, safe=True)
 
     def provide(self, front: Recorder, values: Mapping[ir.Value, ir.Value]) -> None:
-        """Put what `front` has recorded in the place of values that were left open."""
+        """Replace values by others that `front` recorded, and add its nodes to the graph."""
         for value, other in values.items():
             other.type, other.shape = other.type or value.type, other.shape or value.shape
             ir.convenience.replace_all_uses_with(value, other)
@@ -205,13 +205,13 @@ class _Body:
 
 
 class _Step:
-    """One iteration backwards: which gradients go through it, and the body that computes them.
+    """One iteration of the backward loop: the gradients that it carries, and the body that computes them.
 
-    `carried` are the gradients of states that go on from iteration to iteration, and `ends` those of states
-    from which nothing goes on to the iteration before, so they begin anew in each one.
-    States and scan outputs are known by their number, scan inputs by their place among the inputs.
-    `inputs` and `outputs` say where the states are among those of the body. With `ranked`, all outputs of the
-    body must have a known rank, which onnxruntime wants of Scan: gradients of values without one are flat.
+    `carried` are the gradients of states that are passed from iteration to iteration. `ends` are those of
+    states through which no gradient reaches the previous iteration, so they start anew in each iteration.
+    States and scan outputs are identified by number, scan inputs by their index among the inputs. `inputs`
+    and `outputs` are the positions of the states among those of the body. With `ranked`, all outputs of the
+    body must have a known rank, as Scan requires: gradients of values without one are flattened.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Step:
         self.states = body.inputs[inputs]
         if ranked:
             for value, result in zip(self.states, body.outputs[outputs], strict=True):
-                # A state keeps its shape, and its output has one.
+                # A state of a Scan keeps its shape, so the shape of its output can be used.
                 value.shape = value.shape or result.shape
         fed = list(zip(body.inputs[inputs.start :], operands, strict=False))
         for value, operand in fed:
@@ -245,10 +245,10 @@ class _Step:
         self.carried = {}
         for i, (value, result) in enumerate(zip(self.states, body.outputs[outputs], strict=True)):
             if value not in targets or i in self._unchanged or not isinstance(value.type, ir.TensorType):
-                # No operator passes on a gradient of a sequence.
+                # There are no gradients of sequences.
                 continue
             if node.optional_grad(i) is not None or value.uses() or value in body.outputs:
-                # It comes in as the gradient of what the iteration wrote.
+                # The body receives the gradient of the state that the iteration computed.
                 seed = self.carried[i] = body.value_like(value, f"{value.name}_grad")
                 seed.shape = result.shape or value.shape
         self.pieces = {
@@ -275,7 +275,7 @@ class _Step:
             totals[value] = op.Reshape(totals[value], [-1])
         for value in self._flat:
             self.sums[value].shape = ir.Shape([None])
-        # In a Scan, a state and its gradients have one shape.
+        # In a Scan, a state and its gradient have the same shape in all iterations.
         after = [totals.get(self.states[i]) or op.full_like(seed, 0.0) for i, seed in self.carried.items()]
         after += [op.Add(total, totals[value]) for value, total in self.sums.items()]
         after += [totals[body.inputs[i]] for i in self.scanned]
@@ -296,7 +296,7 @@ class _Step:
 
     @property
     def initial(self) -> list[ir.Value]:
-        """What the backward node starts from."""
+        """The initial values of `before`: gradients of the final states, and zeros for the sums."""
         op = self._node.op
         zeros = [op.full_like(value, 0.0) for value in self.sums]
         zeros = [op.Reshape(z, [-1]) if v in self._flat else z for v, z in zip(self.sums, zeros, strict=True)]
@@ -304,12 +304,12 @@ class _Step:
 
     @property
     def like(self) -> list[ir.Value]:
-        """Values of the type and shape of what the backward node ends with."""
+        """Values with the types and shapes of the backward node's first outputs."""
         starts = (self._operands[i] or self.states[i] for i in self.carried)
         return [*starts, *self.sums.values()]
 
     def finish(self, results: Sequence[ir.Value]) -> list[ir.Value | None]:
-        """Hand over the sums; returns the gradients of the initial states."""
+        """Store the sums as gradients of captured values; returns the gradients of the initial states."""
         op = self._node.op
         for value, total in zip(self.sums, results[len(self.carried) :], strict=False):
             flat = value in self._flat
@@ -325,7 +325,7 @@ def _activated(
     before: Sequence[ir.Value],
     after: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """The states that start without anything to differentiate and get it from an iteration."""
+    """Return the states whose initial value does not depend on the targets, but later values do."""
     found: list[ir.Value] = []
     while True:
         active = active_values(nodes, [*targets, *found])
@@ -340,7 +340,7 @@ def _activated(
 
 
 def _source(value: ir.Value) -> ir.Value:
-    """The value of which another one is a copy."""
+    """Return the value that `value` is a copy of, or `value` itself."""
     while (node := value.producer()) is not None:
         place, source = value.index() or 0, None
         if node.op_type == "Identity":
@@ -363,10 +363,10 @@ def _source(value: ir.Value) -> ir.Value:
 
 
 def _keeps_shape(start: ir.Value, state: ir.Value) -> bool:
-    """Whether a state of a Loop is known to have its initial shape in all iterations."""
+    """Return whether a state of a Loop is known to have its initial shape in all iterations."""
     if start.shape is None or state.shape is None or len(start.shape) != len(state.shape):
         return False
-    # Inference gives a name of its own to a size of which it knows nothing.
+    # Inference gives a unique name to an unknown size, so equal names stand for equal sizes.
     pairs = zip(start.shape, state.shape, strict=True)
     return all(a == b and (isinstance(a, int) or a.value is not None) for a, b in pairs)
 
@@ -374,7 +374,7 @@ def _keeps_shape(start: ir.Value, state: ir.Value) -> bool:
 def _capture_unchanged(
     states: Sequence[ir.Value], results: Sequence[ir.Value], operands: Gradients
 ) -> dict[int, ir.Value]:
-    """Have a body read the states that it passes on unchanged from outside; what it reads then, by state."""
+    """Make a body read states that it does not change from outside; returns the outer values by state."""
     found: dict[int, ir.Value] = {}
     for i, (value, result, operand) in enumerate(zip(states, results, operands, strict=True)):
         known = operand is not None and (operand.shape is not None or value.shape is None)
@@ -386,7 +386,7 @@ def _capture_unchanged(
 
 
 def _replay(node: ForwardNode, graph: ir.Graph, places: Sequence[int]) -> dict[int, ir.Value]:
-    """Run a Loop again that keeps, in sequences, some of the states with which its iterations start."""
+    """Record a Loop that runs the forward body again and saves the states at `places` in sequences."""
     if not places:
         return {}
     op, body = node.op, _Body(node, graph)
@@ -420,7 +420,7 @@ def _replay(node: ForwardNode, graph: ir.Graph, places: Sequence[int]) -> dict[i
 def _needed_states(
     body: _Body, states: Sequence[ir.Value], results: Sequence[ir.Value], places: Sequence[int]
 ) -> list[int]:
-    """The states on which some of them and the number of iterations depend."""
+    """Return the states on which those at `places` and the number of iterations depend."""
     needed: set[int] = set()
     more = set(places)
     while more:
@@ -434,7 +434,7 @@ def _needed_states(
 
 
 def _if(op: Recorder, condition: ir.Value, grad: ir.Value | None, like: ir.Value) -> ir.Value:
-    """A gradient if a condition holds, and zeros of the shape of a value if it does not."""
+    """Return a gradient if the condition holds, else zeros of the shape of `like`."""
     if grad is None:
         return op.full_like(like, 0.0)
     branches = {
@@ -452,7 +452,7 @@ def _active_captures(node: ForwardNode, graphs: Iterable[ir.Graph]) -> list[ir.V
 
 
 def _refuse_random(node: ForwardNode, graph: ir.Graph) -> None:
-    """Random nodes would draw other numbers when the backward node runs them again."""
+    """Raise an error for random nodes, which would draw other numbers when the backward node runs them."""
     for inner in RecursiveGraphIterator(graph):
         idle = inner.op_type == "Dropout" and (len(inner.inputs) < 3 or inner.inputs[2] is None)
         if inner.op_type in RANDOM and not idle:
@@ -462,10 +462,10 @@ def _refuse_random(node: ForwardNode, graph: ir.Graph) -> None:
 def _save(
     node: ForwardNode, graph: ir.Graph, i: int, states: slice, plain: Sequence[bool] | None = None
 ) -> ir.Value:
-    """Make a loop put out, for every iteration, the i-th input of its body.
+    """Add the i-th input of a loop's body to the loop's scan outputs, and return that output.
 
-    `states` says where the states are among the outputs of the body, `plain` which of the
-    scan outputs after them are stacked in the usual way.
+    `states` is the position of the states among the outputs of the body; `plain` tells which of the scan
+    outputs after them are stacked along axis 0 in forward direction.
     """
     value = graph.inputs[i]
     if not isinstance(value.type, ir.TensorType):
@@ -476,12 +476,12 @@ def _save(
         if plain is not None and not all(plain[place - first : place - first + 1]):
             continue
         if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is value:
-            # A model that was built before saves it already.
+            # A model that was built before already saves this value.
             return node.add_output(place - states.start)
     name = node.op.names.fresh(f"{value.name}/saved")
     keeper = ir.Node("", "Identity", [value], name=name)
     kept = keeper.outputs[0]
-    # A state of a Scan keeps its shape, so its output may tell it.
+    # A state of a Scan keeps its shape, so the shape of its output can be used.
     shape = value.shape or (graph.outputs[i].shape if plain is not None else None)
     kept.name, kept.type, kept.shape = name, value.type, shape
     graph.append(keeper)

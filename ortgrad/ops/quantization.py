@@ -1,16 +1,16 @@
-"""Straight-through gradients of quantised operators.
+"""Straight-through gradients of quantized operators.
 
-The gradient of a quantised tensor is a float tensor in units of its integers q, which stand for (q - z) * s:
+The gradient of a quantized tensor is a float tensor in units of its integers q, which stand for (q - z) * s:
 
     DequantizeLinear  y = (q - z) * s             dq = dy * s,  ds = sum(dy * (q - z))
     QuantizeLinear    q = clip(round(x / s) + z)  dx = dq / s,  ds = -sum(dq * x / s**2), if not clipped
 
-One after the other they give the gradients of PyTorch's fake quantisation: dx = dy inside of the range and 0
+One after the other they give the gradients of PyTorch's fake quantization: dx = dy inside of the range and 0
 outside, and the scale's as in torch._fake_quantize_learnable_per_tensor_affine. Zero points are integers and
-have no gradient. Scales and zero points of dynamic quantisation count as constants.
+have no gradient. Scales and zero points of dynamic quantization count as constants.
 
-All other operators are differentiated through their definition: dequantise, apply the operator of ONNX that
-they are called after, quantise. The forward node stays as it is.
+All other operators are differentiated through their definition: dequantize, apply the operator of ONNX that
+they are called after, quantize. The forward node stays as it is.
 """
 
 from __future__ import annotations
@@ -137,24 +137,24 @@ def _inside(
 
 
 def _range_of(node: ForwardNode, q: ir.Value) -> tuple[int, int]:
-    """Return the range of a quantised tensor's elements; it is an error if they are no integers."""
+    """Return the range of a quantized tensor's elements; it is an error if they are no integers."""
     zero = node.optional(2)
     dtype = q.dtype or (None if zero is None else zero.dtype)
     name = "UINT8" if dtype is None else dtype.name
     if name not in _RANGES and name != "INT32":
         raise node.unsupported(
             f"there is no straight-through gradient for the element type {name.lower()} of {q.name!r}; "
-            "quantise to integers"
+            "quantize to integers"
         )
     return _RANGES.get(name, (-(2**31), 2**31 - 1))
 
 
 @dataclass(frozen=True)
 class _Definition:
-    """An operator of ONNX on quantised tensors.
+    """An operator of ONNX on quantized tensors.
 
     `operands` has the indices of the inputs that hold each operand, its scale and its zero point; `result`
-    those of the output's scale and zero point, if it is quantised. `bias` is an integer in units of the
+    those of the output's scale and zero point, if it is quantized. `bias` is an integer in units of the
     product of the operands' scales, or a float.
     """
 
@@ -205,7 +205,7 @@ def _rule(definition: _Definition) -> RuleFunction:
 
 
 class _Floats:
-    """Records the definition of a quantised node."""
+    """Records the definition of a quantized node."""
 
     def __init__(self, node: ForwardNode, definition: _Definition) -> None:
         self.node, self.op, self.definition = node, node.op, definition
@@ -274,9 +274,9 @@ class _Floats:
             return self._dynamically(q)
         z = None if zero is None else node.optional(zero)
         s = node.input(scale) if scale is not None else op.constant(np.array(1.0, np.float32))
-        return self._dequantised(q, s, z, self._axis(position))
+        return self._dequantized(q, s, z, self._axis(position))
 
-    def _dequantised(self, q: ir.Value, scale: ir.Value, zero: ir.Value | None, axis: int | None) -> ir.Value:
+    def _dequantized(self, q: ir.Value, scale: ir.Value, zero: ir.Value | None, axis: int | None) -> ir.Value:
         """Return (q - zero) * scale, with scales and zero points along an axis."""
         # In front of a MatMul, onnxruntime would take DequantizeLinear as a wish to round dY to 8 bits, too.
         op = self.op
@@ -310,13 +310,13 @@ class _Floats:
         return spread
 
     def _dynamically(self, x: ir.Value) -> ir.Value:
-        """Return floats as dynamic quantisation rounds them."""
+        """Return floats as dynamic quantization rounds them."""
         op = self.op
         q, scale, zero = op.DynamicQuantizeLinear(x, _outputs=3)
         number = op.constant(np.array(0, np.uint8))
         q.type = zero.type = number.type
         q.shape, scale.type, scale.shape, zero.shape = x.shape, x.type, number.shape, number.shape
-        return self._dequantised(q, scale, zero, None)
+        return self._dequantized(q, scale, zero, None)
 
     def _axis(self, position: int) -> int | None:
         """Return the axis for which an operand may have several scales."""
@@ -342,7 +342,7 @@ class _Floats:
         if alpha not in (None, 1.0):
             shape, unit = unit.shape, unit * float(alpha)
             unit.type, unit.shape = b.type, shape
-        return self._dequantised(bias, unit, None, -1)
+        return self._dequantized(bias, unit, None, -1)
 
 
 def _is_one(scale: ir.Value) -> bool:
@@ -394,11 +394,11 @@ def _output_type(
     return found
 
 
-def _infer_quantised(context: onnx.shape_inference.InferenceContext) -> None:
+def _infer_quantized(context: onnx.shape_inference.InferenceContext) -> None:
     _infer(_Definition("Identity", ((0, 1, 2),), (1, 2)), context)
 
 
-def _infer_dequantised(context: onnx.shape_inference.InferenceContext) -> None:
+def _infer_dequantized(context: onnx.shape_inference.InferenceContext) -> None:
     given, scale = context.get_input_type(0), context.get_input_type(1)
     element = onnx.TensorProto.FLOAT if scale is None else scale.tensor_type.elem_type
     context.set_output_type(0, _output_type("Identity", [given], context, element))
@@ -414,5 +414,5 @@ for _domain, _table in (("", _STANDARD), (DOMAIN, _MICROSOFT)):
         )(_rule(_definition))
         if _domain:
             add_forward_inference(_name, functools.partial(_infer, _definition))
-add_forward_inference("QuantizeLinear", _infer_quantised)
-add_forward_inference("DequantizeLinear", _infer_dequantised)
+add_forward_inference("QuantizeLinear", _infer_quantized)
+add_forward_inference("DequantizeLinear", _infer_dequantized)

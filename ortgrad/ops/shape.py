@@ -30,7 +30,8 @@ def squeeze_gradient(node: ForwardNode) -> ir.Value:
     if axes is None or not axes.size:
         return reshape_gradient(node)
     inverse = node.op.Unsqueeze if node.op_type == "Squeeze" else node.op.Squeeze
-    return inverse(node.grad(0), node.input(1))
+    # onnxruntime takes a scalar for the axes of Unsqueeze, but not for those of Squeeze.
+    return inverse(node.grad(0), axes.reshape(-1).astype(np.int64))
 
 
 @gradient("Transpose")

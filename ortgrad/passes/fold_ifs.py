@@ -46,15 +46,15 @@ def _put_in_place(node: ir.Node, branch: ir.Graph, graph: ir.Graph, names: Names
     branch.remove(nodes)
     for name in list(branch.initializers):
         graph.register_initializer(branch.initializers.pop(name))
-    free = {value for inner in nodes for value in inner.outputs}
+    made = {value for inner in nodes for value in inner.outputs}
     values = []
     for old, new in zip(node.outputs, results, strict=True):
-        if new not in free:
-            # The branch returns an outer value, or the same value twice.
+        if new not in made or new.uses() or new in values:
+            # The If's output and the value inside the branch are two values: `wrt` may name the output,
+            # and its gradient has nothing to do with what the branch computes from the other.
             copy = ir.node("Identity", [new], name=names.fresh(f"{old.name}/Identity"))
             nodes.append(copy)
             new = copy.outputs[0]
-        free.discard(new)
         values.append(new)
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, values)
     return nodes

@@ -105,8 +105,8 @@ def _roundings(model: ir.Model) -> dict[str, str]:
             scales = None if tensor is None else tensor.numpy()
             if scales is None or ((scales < 1).any() and (scales > 1).any()):
                 raise ModelError(
-                    f"Resize node {node.name!r} of opset 10 rounds up along axes that it makes smaller and "
-                    "down along others, and its scales are not known or of both kinds; convert it to opset 11"
+                    f"Resize node {node.name!r} of opset 10 rounds up along axes that it shrinks and down "
+                    "along others, and its scales are not constant or do both; convert the model to opset 11"
                 )
             rounding = "ceil" if (scales < 1).any() else "floor"
         roundings[node.outputs[0].name or ""] = rounding

@@ -74,7 +74,8 @@ def _keep_ranks(scan: ir.Node, ranks: Mapping[ir.Value, int]) -> None:
     states = len(body.inputs) - scan.attributes["num_scan_inputs"].as_int()
     # A state keeps its shape, so the rank of its input or output is enough.
     pairs = list(zip(body.inputs[:states], body.outputs, strict=False))
-    for value, other in (*pairs, *((b, a) for a, b in pairs), *((v, v) for v in body.inputs[states:])):
+    others = (*body.inputs[states:], *body.outputs[states:])
+    for value, other in (*pairs, *((b, a) for a, b in pairs), *((v, v) for v in others)):
         rank = ranks.get(value, ranks.get(other))
         if rank is not None and value.shape is None and isinstance(value.type, ir.TensorType):
             value.shape = ir.Shape([None] * rank)

@@ -1,1 +1,1 @@
-"""From a model to another: build_gradient_model, prepare, explain."""
+"""The pipelines, which run passes in order: build_gradient_model, prepare, explain."""

@@ -1,4 +1,4 @@
-"""Build the backward graph of a model."""
+"""build_gradient_model: adds the backward graph to a model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def build_gradient_model(
     of: str | Sequence[str] | None = None,
     straight_through: bool = True,
 ) -> onnx.ModelProto:
-    """A model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
+    """Return a model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
 
     `wrt` names inputs, initializers or intermediate values. A name that is not in the model may be a pattern
     (`"layer4.*"`, see fnmatch): it stands for the inputs and parameters that it matches, else for other
-    constants, else for intermediate values. The default is every parameter: a floating-point weight, be it an
-    initializer, a Constant node or one of them inside a subgraph, that is no scalar, no statistic of a
-    BatchNormalization and no setting of an operator (scales, ratios, bounds, exponents). Weights in `wrt` can
-    be fed from then on.
+    constants, else for intermediate values. The default is all parameters: the floating-point weights
+    (initializers and Constant nodes, also inside subgraphs), without scalars, the statistics of
+    BatchNormalization and settings of operators (scales, ratios, bounds, exponents). Weights in `wrt` become
+    inputs with default values, so that they can be fed.
 
-    `of` names outputs or intermediate values (default: the first floating-point output). One scalar is seeded
-    with 1; otherwise the model gets an input `<name>_grad` for each. Where a name is taken, `_2` is
-    appended. What does not influence `of` has a gradient of zeros; if it does, but every path is stopped by
-    an operator without a gradient, there is a StoppedGradientWarning.
+    `of` names outputs or intermediate values (default: the first floating-point output). A single scalar is
+    seeded with 1; otherwise the model gets an input `<name>_grad` for each. Where a name is taken, `_2` is
+    appended. A value that does not influence `of` has a gradient of zeros. So has a value if every path to
+    `of` contains an operator without a gradient, and a StoppedGradientWarning is issued.
 
-    Quantised models have straight-through gradients: rounding counts as the identity, and what is outside of
-    the range has a gradient of 0. With `straight_through=False` nodes that need them are refused.
+    Quantized models have straight-through gradients: rounding counts as the identity, and what is outside of
+    the range has a gradient of 0. With `straight_through=False`, nodes that need them are refused.
 
-    The model's metadata_props say what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as
-    JSON lists of names. Raises UnsupportedGradientError with all nodes that cannot be differentiated.
+    The `metadata_props` record what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as JSON
+    lists of names. Raises UnsupportedGradientError, which lists all nodes that cannot be differentiated.
 
     >>> import onnx, ortgrad
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
@@ -46,7 +46,7 @@ def build_gradient_model(
     >>> [value.name for value in backward.graph.output]
     ['loss', 'x_grad', 'w_grad']
     """
-    from ortgrad.pipelines.gradients import build  # onnx-ir takes a while to import
+    from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
 
     proto = load_model(model)
     with judging(proto):
@@ -57,8 +57,8 @@ def build_gradient_model(
 
 
 def names_of(names: str | Sequence[str] | None) -> list[str] | None:
-    """`wrt` or `of` as a list of names, None if it is not given."""
+    """Return `wrt` or `of` as a list of names; None if it is None."""
     if names is None:
         return None
-    # Once each, in the order given.
+    # Without duplicates, in the order given.
     return list(dict.fromkeys([names] if isinstance(names, str) else names))

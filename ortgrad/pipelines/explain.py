@@ -1,4 +1,4 @@
-"""What the nodes of a model become in its backward graph, and which of them cannot be differentiated."""
+"""explain: lists the gradient operators of every node, and the nodes that cannot be differentiated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ortgrad.pipelines.gradients import plan
 
 @dataclass(frozen=True)
 class Explanation:
-    """One forward node: the operators that compute its gradient, or why there are none.
+    """A forward node, with the operators that compute its gradient or the reason why there are none.
 
     `straight_through` marks nodes that round, or whose subgraphs do, and are differentiated as if they
     did not.
@@ -36,12 +36,12 @@ class Explanation:
 def explain(
     model: ModelLike, *, wrt: str | Sequence[str] | None = None, of: str | Sequence[str] | None = None
 ) -> list[Explanation]:
-    """Every forward node in order; `wrt` and `of` are those of `build_gradient_model`.
+    """Return an Explanation for every forward node; `wrt` and `of` are those of `build_gradient_model`.
 
-    A node that has no rule but a function body is shown as the nodes of the body.
+    A node without a rule but with a function body is listed as the nodes of the body.
     """
     proto = load_model(model)
-    # A rule may put a training operator in the place of its node.
+    # A rule may change the operator of its node to a training operator; show the one in the file.
     written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
     with judging(proto):
         planned = plan(proto, names_of(wrt), names_of(of))
@@ -51,7 +51,7 @@ def explain(
     recorded = dict(backward.visits)
     rounding = set(straight_through_nodes(planned.model.graph, planned.targets, planned.outputs))
     failed = {failure.node: failure.reason for failure in backward.failures}
-    # Behind a node that cannot be differentiated nothing is used, but it will be when that one can.
+    # With failures the gradients are incomplete, so nothing can be called unused.
     used = None if failed else _live([backward.total(value) for value in planned.targets])
     found = []
     for node in planned.model.graph:
@@ -78,13 +78,13 @@ def explain(
 
 
 def _qualified(node: ir.Node) -> str:
-    """The operator's name, with its domain where that is neither ONNX's nor a gradient operator's."""
+    """Return the operator's name, with the domain unless it is ONNX's or com.microsoft."""
     plain = node.domain in ("", "ai.onnx", "com.microsoft")
     return node.op_type if plain else f"{node.domain}::{node.op_type}"
 
 
 def _live(results: Iterable[ir.Value | None]) -> set[ir.Node]:
-    """The nodes that results are computed by."""
+    """Return the nodes that the results are computed from."""
     waiting = [value.producer() for value in results if value is not None]
     live: set[ir.Node] = set()
     while waiting:

@@ -1,4 +1,4 @@
-"""From a forward model to its backward graph."""
+"""The pipeline of build_gradient_model: from a forward model to the model with gradients."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _ROUNDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A forward model as it is differentiated, and its backward pass, which is not in the graph yet."""
+    """A forward model after the opening passes, and its backward pass, which is not yet in the graph."""
 
     model: ir.Model
     backward: BackwardPass
     targets: Sequence[ir.Value]
     outputs: Sequence[ir.Value]
-    # What the gradients of the targets are called.
+    # The names of the targets' gradients.
     results: Sequence[str]
-    # What is known of the shapes of targets and outputs, whatever the file declares.
+    # The inferred shapes of targets and outputs, which do not rely on declared ones.
     proven: Mapping[str, ir.Shape | None]
     declared: Declared
-    # Why gradients are zero that one would not expect to be.
+    # The text of the StoppedGradientWarning, if there is one.
     stopped: str | None
 
 
@@ -59,10 +59,10 @@ def plan(
     of: Sequence[str] | None,
     straight_through: bool = True,
 ) -> Plan:
-    """Run the backward pass; what cannot be differentiated is in its `failures`."""
+    """Run the backward pass; nodes that cannot be differentiated are in its `failures`."""
     planned = _plan(source, wrt, of)
     if planned.backward.failures:
-        # Only if rules need a rank that nothing proves does the file get a word.
+        # Declared ranks are used only if a rule needs a rank that cannot be inferred.
         planned = _plan(source, wrt, of, trusting=True)
     if not straight_through:
         nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
@@ -73,7 +73,7 @@ def plan(
 def _plan(
     source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
 ) -> Plan:
-    """`plan`, where ranks that the file declares count or do not count."""
+    """Implement `plan`; with `trusting`, ranks that the file declares are used and checked at run time."""
     model = open_model(
         source, lambda model: refuse_integers(model, of), inlined=lambda function: not is_body(function)
     )
@@ -83,7 +83,7 @@ def _plan(
     model = pad_all_axes(model)
     outputs = find_outputs(graph, of)
     targets = find_targets(model, wrt, source, outputs)
-    # With a default, so that a training loop can feed new values; from now on nobody takes it for a constant.
+    # Weights become inputs with defaults, so that new values can be fed; they no longer count as constants.
     fed = [value for value in targets if value.is_initializer() and not value.is_graph_input()]
     graph.inputs.extend(fed)
     if any(decides_shapes(value, model.opset_imports) for value in fed):
@@ -94,7 +94,7 @@ def _plan(
         assume_ranks(model, declared, outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
     model = expand_unsupported(model, targets, outputs)
-    # What was opened up has new values under the old names.
+    # Nodes that were expanded have new values under the old names.
     values = values_by_name(graph)
     targets, outputs = ([values[name] for name in group] for group in names)
     op = Recorder(model.opset_imports[""], Names.of(model))
@@ -107,12 +107,12 @@ def _plan(
             seed.shape = proven[value.name or ""]
             graph.inputs.append(seed)
             backward.seed(value, _checked(op, seed, value))
-    # Before anything else that the backward pass records could be called so.
+    # Reserved here, before the backward pass records other values under these names.
     results = [op.names.fresh(f"{value.name}_grad") for value in targets]
-    # What must be fed comes first.
+    # Inputs without a default come first.
     graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
     backward.run()
-    # Second derivatives of what is linear in pieces are zero, as everybody expects.
+    # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
     return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
 
@@ -123,19 +123,19 @@ def build(
     of: Sequence[str] | None,
     straight_through: bool = True,
 ) -> tuple[onnx.ModelProto, str | None]:
-    """`build_gradient_model` for a ModelProto, and why gradients are zero that one would not expect to be."""
+    """Return the model with gradients, and the text of the StoppedGradientWarning if there is one."""
     planned = plan(source, wrt, of, straight_through)
     try:
         built = _assemble(planned, source)
     except NodeError:
-        # The body of an operator needs a rank that nothing proves.
+        # The body of an operator needs a rank that cannot be inferred.
         planned = _plan(source, wrt, of, trusting=True)
         built = _assemble(planned, source)
     return built, planned.stopped
 
 
 def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
-    """Put what the backward pass recorded into the model."""
+    """Add the recorded nodes to the graph, with the gradients as outputs, and run the final passes."""
     model, backward, targets = planned.model, planned.backward, planned.targets
     graph, op = model.graph, backward.op
     if backward.failures:
@@ -164,7 +164,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> onnx.ModelProto:
-    """A copy of the model with the values in `of` as outputs, and the weights in `wrt` as initializers."""
+    """Return a copy of the model with `of` among the outputs and the weights in `wrt` as initializers."""
     model = read(source)
     infer_types(model)
     find_targets(model, wrt, source)
@@ -179,7 +179,7 @@ def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:
 
 
 def _one(op: Recorder, value: ir.Value, proven: bool) -> ir.Value:
-    """The gradient of a scalar towards itself; if it is not known to be one, that is checked at run time."""
+    """Return the seed 1 of a scalar output; if its rank is not proven, it is checked at run time."""
     assert value.dtype is not None
     with op.scoped(f"{value.name}_grad"):
         one = op.constant(np.array(1.0, value.dtype.numpy()))
@@ -187,16 +187,16 @@ def _one(op: Recorder, value: ir.Value, proven: bool) -> ir.Value:
 
 
 def _checked(op: Recorder, seed: ir.Value, value: ir.Value) -> ir.Value:
-    """The seed, which must have the shape of its value: what broadcasts would give other gradients."""
+    """Return the seed, checked to have the shape of its value; one that broadcasts gives wrong gradients."""
     if seed.shape is not None and seed.shape.is_static():
-        # onnxruntime compares what is fed with numbers.
+        # onnxruntime itself compares the shape of a feed with a static shape.
         return seed
     with op.scoped(f"{seed.name}"), op.checking(f"{seed.name} input"):
         return op.require_shape(seed, value, f"the shape of {value.name}")
 
 
 def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:
-    """The gradient of a target under the name that belongs to it."""
+    """Return the gradient of a target under the given name; zeros if there is none."""
     op = backward.op
     grad = backward.total(value)
     with op.scoped(f"{value.name}_grad"):
@@ -204,7 +204,7 @@ def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence
             grad = op.full_like(value, 0.0)
         producer = grad.producer()
         if producer is None or producer.graph is not None or grad in others:
-            # Another target's gradient is the same tensor, or it comes from outside.
+            # The tensor is also the gradient of another target, or belongs to the forward graph.
             grad = op.copy(grad)
     grad.name, grad.type = name, value.type
     return grad

@@ -1,4 +1,4 @@
-"""What is done to every model first: afterwards it is written in our operators and in those of one opset."""
+"""The opening passes of every pipeline, which convert a model to complete nodes and a supported opset."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ OPENING: tuple[Pass, ...] = (
 
 
 def open_model(source: onnx.ModelProto, *first: Pass, inlined: Callable[[ir.Function], bool]) -> ir.Model:
-    """The model in onnx-ir, after the passes in `first` and those above.
+    """Return the model in onnx-ir, after the passes in `first` and OPENING.
 
-    Functions that `inlined` picks are inlined before.
+    Functions that `inlined` selects are inlined before that.
     """
     return run(inline(read(source), inlined), *first, *OPENING)
 
 
 def run(model: ir.Model, *passes: Pass) -> ir.Model:
-    """The model after one pass and the other."""
+    """Apply the passes in order and return the model."""
     for each in passes:
         model = each(model)
     return model

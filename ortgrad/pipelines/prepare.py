@@ -1,4 +1,4 @@
-"""Make any model with gradient nodes ready for a session."""
+"""prepare: makes a model with gradient nodes ready for a session."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Kernels = Literal["python", "onnx", "auto"]
 
 
 def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
-    """A model that a plain onnxruntime session runs, made of one that may hold any gradient nodes.
+    """Return a model that a plain onnxruntime session runs; `model` may have any gradient nodes.
 
-    kernels="python" keeps the gradient nodes: with `ortgrad.register` their Python kernels run,
-    without it the bodies that the model carries. "onnx" leaves standard operators only. "auto"
-    takes per node what was measured faster. A model without gradient nodes gets an import of com.microsoft,
-    without which it may not load beside the op library. The caller's model is not changed.
+    kernels="python" keeps the gradient nodes: with `ortgrad.register` their Python kernels run, without
+    it the bodies, which are part of the model. "onnx" replaces them by standard operators. "auto"
+    chooses per node whichever was measured faster. A model without gradient nodes only gets an import of
+    com.microsoft, without which it may not load with the op library. The caller's model is not changed.
 
     >>> import onnx, ortgrad
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
@@ -34,15 +34,15 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
 
 
 def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True) -> onnx.ModelProto:
-    """The same for a model in memory; one without gradient nodes is returned as it is.
+    """Implement `prepare` for a loaded model; a model without gradient nodes is returned unchanged.
 
-    Without `bodies`, gradient nodes that stay can only run on their Python kernels.
+    Without `bodies`, the remaining gradient nodes can run only on their Python kernels.
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
     if not (_has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)):
         return model
-    # onnx-ir takes a while to import, and models without gradient nodes do not need it.
+    # onnx-ir is slow to import, and models without gradient nodes do not need it.
     from ortgrad.pipelines.prepared import prepare_proto
 
     with judging(model):
@@ -52,7 +52,7 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
 def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
     return any(
         find_operator(node.op_type, node.domain)
-        # onnxruntime-training keeps the pool gradients in the default domain.
+        # onnxruntime-training has the pool gradients in the default domain.
         or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
         or is_training_operator(node.op_type, node.domain)
         or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")

@@ -1,4 +1,4 @@
-"""The passes that make a model with gradient nodes ready, in order."""
+"""The pipeline of prepare: the passes that make a model with gradient nodes ready for a session."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ortgrad.pipelines.opening import open_model, run
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
-    """A copy of the model with complete gradient nodes, or what is in their bodies in their place."""
+    """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = open_model(_with_empty_tensors(source), inlined=_holds_gradients)
     model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
         model = attach(model)
     prepared = write(model, source)
-    # onnx-ir has no place for it.
+    # onnx-ir drops training_info.
     prepared.training_info.extend(source.training_info)
     return prepared
 
@@ -42,7 +42,7 @@ def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
 
 
 def _holds_gradients(function: ir.Function) -> bool:
-    """Types are not known inside functions, so gradient nodes in them are brought to the surface."""
+    """Return whether to inline a function: inside functions, the types of gradient nodes are unknown."""
     if find_operator(function.name, function.domain):
         return False
     return any(
@@ -52,7 +52,7 @@ def _holds_gradients(function: ir.Function) -> bool:
 
 
 def _with_empty_tensors(source: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, with the tensors that nodes of `ortgrad.nodes` name where an input is absent."""
+    """Return the model with the empty tensors that nodes of `ortgrad.nodes` read for absent inputs."""
     names = {name for node in source.graph.node for name in node.input if name.startswith(EMPTY_PREFIX)}
     missing = names - {tensor.name for tensor in source.graph.initializer}
     if not missing:

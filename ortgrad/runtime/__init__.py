@@ -1,1 +1,1 @@
-"""Running: sessions, kernels, and how onnxruntime calls them."""
+"""Running models: sessions, and the calls from onnxruntime to the kernels."""

@@ -1,8 +1,8 @@
-"""onnxruntime's C interface for custom operators, as far as ortgrad needs it.
+"""The parts of onnxruntime's C API for custom operators that ortgrad needs.
 
-A custom operator is a struct of function pointers (OrtCustomOp), and what it may call is a table of function
-pointers (OrtApi). Both only ever grow at the end, which onnxruntime's own build checks, so places in them are
-constants. The callbacks here speak version 16 of the interface, the first in which kernels can fail.
+A custom operator is a struct of function pointers (OrtCustomOp); it calls onnxruntime through a table of
+function pointers (OrtApi). Both grow only at the end, which onnxruntime's own build checks, so the indices
+are constants. The callbacks implement version 16 of the API, the first in which kernels can fail.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ _CALLBACKS = (
     "ReleaseAliasMap",
 )
 CREATE_KERNEL = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
-# The kernel is a Python object, whose address CreateKernelV2 gave to onnxruntime.
+# The kernel is a Python object whose address CreateKernelV2 returned to onnxruntime.
 COMPUTE = ctypes.CFUNCTYPE(c_void_p, ctypes.py_object, c_void_p)
 GET_MEMORY_TYPE = ctypes.CFUNCTYPE(c_int, c_void_p, c_size_t)
 
 
 class CustomOp(ctypes.Structure):
-    """OrtCustomOp: what onnxruntime asks an operator."""
+    """OrtCustomOp: the functions of an operator that onnxruntime calls."""
 
     _fields_ = [("version", c_uint32), *((name, c_void_p) for name in _CALLBACKS)]
 
 
 def address_of(function: Any) -> int:
-    """The address of a C function, for a place in CustomOp or OrtApi."""
+    """Return the address of a C function, for a field of CustomOp or OrtApi."""
     address = ctypes.cast(function, c_void_p).value
     assert address is not None
     return address
 
 
 def list_operators(library: ctypes.PyDLL) -> list[tuple[str, int]]:
-    """The domains of the operators that a library registers, and the addresses of their structs.
+    """Return the domain and the address of the struct of every operator that a library registers.
 
-    They are asked for as onnxruntime asks for them: with a table of functions that take them. The library
-    must have been registered with onnxruntime itself before, whose table it keeps for later use.
+    The library's RegisterCustomOps is called with a table whose functions collect the operators. The library
+    must have been registered with onnxruntime before, because it keeps the first table that it is given.
     """
     found: list[tuple[str, int]] = []
     domains: list[str] = []
@@ -86,7 +86,7 @@ def list_operators(library: ctypes.PyDLL) -> list[tuple[str, int]]:
     def add(handle: int, operator: int) -> None:
         found.append((domains[handle - 1], operator))
 
-    # It may be asked to release a domain when the process ends, by when Python is gone.
+    # The library may release a domain when the process ends, after Python has been finalized.
     harmless = address_of(ctypes.pythonapi.Py_IsInitialized)
     functions = {
         26: ctypes.CFUNCTYPE(c_void_p, c_char_p, POINTER(c_void_p))(create_domain),
@@ -109,7 +109,7 @@ def list_operators(library: ctypes.PyDLL) -> list[tuple[str, int]]:
 
 
 class _Answers(ctypes.Structure):
-    """Where functions of OrtApi write what they find."""
+    """Memory for the results of OrtApi functions."""
 
     _fields_ = [
         ("value", c_void_p),
@@ -126,7 +126,7 @@ _VALUE, _INFO, _RANK, _DIMENSIONS, _DATA = (
 
 
 class Memory:
-    """Memory of onnxruntime's as NumPy sees it, while a kernel runs. Arrays refer to it as their base."""
+    """Memory of onnxruntime, valid while a kernel runs; the `base` of the arrays that view it."""
 
     __slots__ = ("__array_interface__",)
 
@@ -139,18 +139,18 @@ class Memory:
         }
 
     def forget(self) -> None:
-        """Make no more arrays of it."""
+        """Prevent further arrays from being made of the memory."""
         self.__array_interface__ = {}
 
 
 class Api:
-    """OrtApi: what an operator asks onnxruntime."""
+    """OrtApi: the functions of onnxruntime that an operator calls."""
 
     def __init__(self, address: int) -> None:
         table = ctypes.cast(address, POINTER(c_void_p))
 
         def function(place: int, result: Any, *arguments: Any) -> Any:
-            # These are short, so they keep the GIL.
+            # PYFUNCTYPE keeps the GIL: the functions are short.
             return ctypes.PYFUNCTYPE(result, *arguments)(table[place])
 
         self._create_status = function(0, c_void_p, c_int, c_char_p)
@@ -166,12 +166,12 @@ class Api:
         self._release_type_and_shape = function(99, None, c_void_p)
 
     def failure(self, text: str) -> int:
-        """A status for onnxruntime that stops the run."""
+        """Return a new status with which a kernel makes onnxruntime stop the run."""
         status: int = self._create_status(_FAIL, text.encode(errors="replace"))
         return status
 
     def attribute(self, info: int, name: str) -> bytes:
-        """A string attribute of the node that a kernel is made for."""
+        """Return a string attribute of the node for which a kernel is being created."""
         size = c_size_t()
         self._check(self._string(info, name.encode(), None, byref(size)))
         text = ctypes.create_string_buffer(size.value)
@@ -179,9 +179,9 @@ class Api:
         return text.raw[: size.value - 1]
 
     def inputs(self, context: int, dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
-        """The inputs in onnxruntime's own memory, to be read while the kernel runs."""
-        # For small tensors the calls below are most of the work: hence one place for all answers, and so few
-        # objects of ctypes.
+        """Return read-only views of the inputs in onnxruntime's own memory, valid while the kernel runs."""
+        # For small tensors these calls dominate the run time, so all results share one struct and few ctypes
+        # objects are created.
         answers = _Answers()
         place = ctypes.addressof(answers)
         arrays = []
@@ -200,7 +200,7 @@ class Api:
         return arrays
 
     def output(self, context: int, index: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """The memory of an output, for as long as the kernel runs; its values are undefined."""
+        """Return an uninitialized array in the memory of an output, valid while the kernel runs."""
         rank = len(shape)
         if rank > _MOST_DIMENSIONS:
             raise ValueError(f"a kernel asks for {rank} dimensions; there can be up to {_MOST_DIMENSIONS}")

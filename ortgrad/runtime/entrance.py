@@ -1,9 +1,9 @@
-"""How native code enters Python where nothing may be raised.
+"""Callbacks from native code into Python that never lose an exception of a signal handler.
 
 A signal that arrives in native code is handled at the first bytecode of the next Python function, before
-any `try` of that function. ctypes would drop what the handler raises (KeyboardInterrupt, usually) and
-return 0, which onnxruntime takes for success. A generator that waits at a `yield` inside its `try` has no
-such gap: what is raised when it is resumed is raised inside the `try`. So a callback here is a chain of C
+any `try` of that function. ctypes would drop the handler's exception (usually KeyboardInterrupt) and return
+0, which onnxruntime takes for success. A generator that is suspended at a `yield` inside a `try` has no such
+gap: an exception raised when it resumes is raised inside the `try`. A callback is therefore a chain of C
 functions, one of which resumes such a generator; no bytecode runs before. Each generator serves one call.
 """
 
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-# Calls on several threads may begin before the first has made the next entrance.
+# Several threads may call before the first one has made a new entrance.
 _SPARE = 8
 
 _set_async_exception = ctypes.PYFUNCTYPE(None, ctypes.c_ulong, ctypes.py_object)(
@@ -28,22 +28,22 @@ _set_async_exception = ctypes.PYFUNCTYPE(None, ctypes.c_ulong, ctypes.py_object)
 
 
 class Entrances(deque):
-    """C functions for one call each. `entrances(...)` and `entrances[x]` take one and call it.
+    """C functions for one call each. `entrances(...)` and `entrances[x]` remove one and call it.
 
-    Properties are looked up and called in C, so these two do not run any bytecode either.
+    Properties are looked up and called in C, so neither form runs any bytecode.
     """
 
     __call__ = property(operator.methodcaller("pop"))
     __getitem__ = property(operator.methodcaller("pop"))
 
     def refill(self, make: Callable[[], Callable[..., Any]]) -> None:
-        """Have as many functions at hand as may be needed at once."""
+        """Add functions until there are enough for concurrent calls."""
         while len(self) < _SPARE:
             self.append(make())
 
 
 class _Step:
-    """Something to add to a value from the right: the function is applied to the value."""
+    """An operand for which `value + step` calls the function with the value."""
 
     __slots__ = ("function",)
     __radd__ = property(operator.attrgetter("function"))
@@ -53,7 +53,7 @@ class _Step:
 
 
 def compose(*functions: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The functions one after the other, each on the result of the one before, as a C function."""
+    """Return a C function that applies the functions in order, each to the result of the previous one."""
     return functools.partial(functools.reduce, operator.add, tuple(map(_Step, functions)))
 
 
@@ -61,25 +61,25 @@ call = operator.methodcaller("__call__")
 
 
 def resume(waiting: Generator[Any, Any, None]) -> Callable[[Any], Any]:
-    """The generator's `send`, after it has been run up to its first `yield`."""
+    """Run the generator up to its first `yield` and return its `send`."""
     next(waiting)
     return waiting.send
 
 
 def raise_after_return(error: BaseException) -> Callable[[], None]:
-    """A C function after which the exception is raised in this thread, at the next bytecode that runs.
+    """Return a C function that makes this thread raise the exception at the next bytecode that it runs.
 
-    Called by C as the last thing before native code goes on, it hands the exception to whoever called that.
+    It is called last before control returns to native code, so that code's caller gets the exception.
     """
     if isinstance(error, KeyboardInterrupt):
         return _thread.interrupt_main
-    # Python makes an instance of the class that it is given: here it gets the exception itself.
+    # Python instantiates the class that it is given; this one returns the exception itself.
     again = type(type(error).__name__, (type(error),), {"__new__": lambda _: error})
     return functools.partial(_set_async_exception, threading.get_ident(), again)
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether an exception is no failure of the code that it came out of: a signal handler raised it."""
+    """Return whether a signal handler raised the exception, rather than the interrupted code."""
     if not isinstance(error, Exception):
         return True
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]

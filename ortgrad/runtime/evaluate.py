@@ -1,4 +1,4 @@
-"""One call of a kernel: what all ways from a session into Python share."""
+"""A checked call of a kernel, shared by all callbacks from onnxruntime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ortgrad.operators.declaration import Empty, Operand, Operator
 
 
 def declared_shapes(call: Call, feed: Sequence[np.ndarray]) -> Sequence[Any]:
-    """The shapes that the operator's declaration gives to the outputs for these inputs."""
+    """Return the shapes of the outputs for these inputs, by the operator's declaration."""
     operands = [
         Operand(array.shape, _small_value(array)) if real else None
         for array, real in zip(feed, call.present, strict=True)
@@ -24,9 +24,9 @@ def declared_shapes(call: Call, feed: Sequence[np.ndarray]) -> Sequence[Any]:
 def evaluate(
     call: Call, feed: Sequence[np.ndarray], dtypes: Sequence[np.dtype], shapes: Sequence[Any], empty: Empty
 ) -> list[np.ndarray | None]:
-    """The outputs as the kernel returns them, of the declared types and shapes; None where unwanted.
+    """Run the kernel; returns its outputs, checked for type and shape, and None where unwanted.
 
-    Raises ValueError for inputs that do not satisfy the operator's contract.
+    Raises ValueError for inputs that violate the operator's contract.
     """
     arrays = [array if real else None for array, real in zip(feed, call.present, strict=True)]
     call.contract.check_arrays(arrays)
@@ -50,7 +50,7 @@ def evaluate(
 
 
 def describe(operator: Operator, feed: Sequence[np.ndarray]) -> str:
-    """The inputs by name, type and shape, as errors show them."""
+    """Return the inputs' names, types and shapes, for error messages."""
     return ", ".join(
         f"{parameter.name}: {array.dtype}{list(array.shape)}"
         for parameter, array in zip(operator.inputs, feed, strict=False)
@@ -58,7 +58,7 @@ def describe(operator: Operator, feed: Sequence[np.ndarray]) -> str:
 
 
 def kernel_error(operator: Operator, node: str, inputs: str, reason: BaseException) -> BaseException:
-    """What the caller of the session gets to see: a KernelError, or what is no error of the kernel's."""
+    """Return the exception for the session's caller: a KernelError, or `reason` if it is no Exception."""
     if not isinstance(reason, Exception):
         return reason
     kind = type(reason).__name__

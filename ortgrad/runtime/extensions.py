@@ -1,10 +1,10 @@
-"""Where ortgrad meets onnxruntime-extensions. Nothing else in the package knows about it.
+"""The interface to onnxruntime-extensions; no other module of the package uses it.
 
-That library brings operators which are declared from Python into every session that registers it, in any
-domain. How it runs them is no use here: it copies all tensors, and an exception in a Python function aborts
-the process. But to onnxruntime an operator is a struct of function pointers, and the library hands these
-structs to whoever registers it. So ortgrad declares its operators there, asks for their structs as
-onnxruntime does, and has them call its own kernels.
+That library adds operators declared from Python to every session that registers it, in any domain. Its way
+of running them is not usable here: it copies all tensors, and an exception in a Python function aborts the
+process. But to onnxruntime an operator is a struct of function pointers, which the library provides when it
+is registered. ortgrad therefore declares its operators there, gets their structs in the way that onnxruntime
+does, and makes them call its own kernels.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ortgrad.runtime.c_api import ELEMENT_TYPES, CustomOp, list_operators
 
 _PACKAGE = "onnxruntime_extensions"
 _MODULE = f"{_PACKAGE}._extensions_pydll"
-# The most that glibc lets its threshold grow to, less its own header.
+# The largest value that glibc's mmap threshold grows to, minus room for its header.
 _REUSED_BYTES = (1 << 25) - (1 << 16)
 _UNKNOWN_LAYOUT = (
-    "this release of onnxruntime-extensions keeps its operators in a way that ortgrad does not know; "
-    "kernels='onnx' does without it, and release 0.15.2 is known to work"
+    "this release of onnxruntime-extensions stores its operators in a way that ortgrad does not support; "
+    "kernels='onnx' does not need it, and release 0.15.2 is known to work"
 )
 
 _lock = threading.RLock()
@@ -44,7 +44,7 @@ _domains_in_use: set[str] = set()
 
 
 def library_path() -> str:
-    """The op library for `SessionOptions.register_custom_ops_library`, all operators declared."""
+    """Declare all operators; returns the path for `SessionOptions.register_custom_ops_library`."""
     with _lock:
         _declare_operators()
         _domains_in_use.update(operator.domain for operator in _declared)
@@ -53,7 +53,7 @@ def library_path() -> str:
 
 @functools.cache
 def runs_kernels() -> bool:
-    """Whether the installed onnxruntime-extensions can be made to call ortgrad's kernels."""
+    """Return whether the installed onnxruntime-extensions can be made to call ortgrad's kernels."""
     try:
         library_path()
     except (ImportError, OSError, _UnknownLayoutError):
@@ -62,7 +62,7 @@ def runs_kernels() -> bool:
 
 
 class _UnknownLayoutError(RegistrationError):
-    """The library keeps its operators in another way than the releases that ortgrad knows."""
+    """The library stores its operators in another way than the releases that ortgrad supports."""
 
 
 def _declare_operators() -> None:
@@ -76,7 +76,7 @@ def _declare_operators() -> None:
             raise _too_late(f"{operator.domain}::{operator.name}", operator.domain)
     extensions = _extensions()
     if not _declared:
-        # The library keeps onnxruntime's functions from the first registration.
+        # The library keeps the OrtApi of its first registration.
         onnxruntime.SessionOptions().register_custom_ops_library(_path())
         _guard_domains(extensions)
         _refuse_to_move_others({operator.domain for operator in new})
@@ -97,11 +97,11 @@ def _declare_operators() -> None:
 
 
 def _fill_structs() -> None:
-    """Have the library's structs of our operators call our kernels."""
+    """Make the structs of ortgrad's operators call ortgrad's kernels."""
     missing = set(_definitions)
     for _, address in list_operators(_library()):
-        # Behind the struct the library keeps where the definition is: that tells whose it is, and that the
-        # struct is as long as we think.
+        # After the struct, the library stores the address of the definition. It identifies the operator, and
+        # confirms the size of the struct.
         key = ctypes.c_void_p.from_address(address + ctypes.sizeof(CustomOp)).value or 0
         if key in _definitions:
             native.fill(CustomOp.from_address(address), _definitions[key])
@@ -111,14 +111,14 @@ def _fill_structs() -> None:
 
 
 def _native_address(definition: object) -> int:
-    """Where the C++ object of a pybind11 object is: its first field after Python's own two."""
+    """Return the address of a pybind11 object's C++ object: the first field after Python's own two."""
     fields = ctypes.cast(id(definition), ctypes.POINTER(ctypes.c_void_p))
     return fields[object.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)] or 0
 
 
 @functools.cache
 def _extensions() -> ModuleType:
-    """The library as a Python module, without the rest of its package, which imports PyTorch where it can."""
+    """Return the library as a Python module, without its package, which imports PyTorch if available."""
     if _MODULE in sys.modules:
         return sys.modules[_MODULE]
     package = importlib.util.find_spec(_PACKAGE)
@@ -128,7 +128,7 @@ def _extensions() -> ModuleType:
         raise ImportError("onnxruntime-extensions is not installed, or was built without Python operators")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # The package, if somebody imports it later, finds it there.
+    # If the package is imported later, it finds the module here.
     sys.modules[_MODULE] = module
     return module
 
@@ -150,10 +150,10 @@ def _add_operator() -> Any:
 
 
 def _guard_domains(extensions: ModuleType) -> None:
-    """Have declarations by others refused in domains that are in use.
+    """Refuse further declarations, also by other packages, in domains that are in use.
 
-    The library keeps a domain's operators in a vector. Growing it moves them under the sessions that run on
-    them.
+    The library keeps a domain's operators in a vector. When it grows, the operators move in memory while
+    sessions still refer to them.
     """
     add = _add_operator()
 
@@ -165,33 +165,33 @@ def _guard_domains(extensions: ModuleType) -> None:
             add(definition)
 
     extensions.add_custom_op = add_custom_op  # type: ignore[attr-defined]
-    # The package has its own name for it, if it was imported before.
+    # If the package was imported before, it has its own reference to the function.
     package = sys.modules.get(f"{_PACKAGE}._ocos")
     if package is not None:
         package.add_custom_op = add_custom_op  # type: ignore[attr-defined]
 
 
 def _refuse_to_move_others(domains: set[str]) -> None:
-    """Raise if others have operators in these domains, and sessions that may run on them."""
+    """Raise RegistrationError if other packages have operators in these domains and sessions may use them."""
     shared = sorted(domains.intersection(domain for domain, _ in list_operators(_library())))
     if shared and any(issubclass(type(thing), onnxruntime.InferenceSession) for thing in gc.get_objects()):
         raise RegistrationError(
             f"another package has declared Python operators in {shared[0]!r}, and there are sessions that "
-            "may run on them: call ortgrad.get_library_path() before the first session is made"
+            "may use them: call ortgrad.get_library_path() before the first session is created"
         )
 
 
 def _too_late(name: str, domain: str) -> RegistrationError:
     return RegistrationError(
-        f"operator {name} was declared after a session had been made with the operators of {domain!r}; "
+        f"operator {name} was declared after a session had been created with the operators of {domain!r}; "
         "declare operators before the first session, or in a domain of their own"
     )
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library reuse the memory of arrays up to this size instead of handing it back.
+    """Make the C library reuse the memory of freed arrays instead of returning it to the system.
 
-    glibc learns from what is freed what is worth keeping. Before it has learned that, every run pays
-    for new pages: three times as long for a million elements.
+    glibc raises its mmap threshold when a large block is freed. Until then every run pays for new pages, and
+    takes three times as long for a million elements.
     """
     np.empty(_REUSED_BYTES, np.uint8)

@@ -1,9 +1,9 @@
-"""Python kernels that onnxruntime calls: on its own memory, with a status for a failure.
+"""Python kernels that onnxruntime calls on its own memory, and that report failures as a status.
 
-The struct of function pointers that makes an operator is filled from Python (`fill`). CreateKernelV2 makes
-a kernel for every node, KernelComputeV2 runs it. Both are entered as `ortgrad.runtime.entrance` describes, so
-that a signal is never lost or taken for success. A kernel that fails in a session of ortgrad's tells that
-session; in any other session onnxruntime raises its own exception, with the same text.
+An operator's struct of function pointers is filled from Python (`fill`). CreateKernelV2 creates a kernel per
+node, KernelComputeV2 runs it. Both are called as `ortgrad.runtime.entrance` describes, so that a signal is
+never lost or taken for success. In a session of ortgrad, a failing kernel passes its exception to the
+session; in any other session, onnxruntime raises its own exception with the same text.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _PATIENCE = 20  # milliseconds for another thread to let go of an array
 
 _apis: dict[int, Api] = {}
 _operators: dict[int, NativeOperator] = {}
-_others: list[_Kernel] = []  # of sessions that are not ours, which do not tell when they end
-# Statuses that can be returned without another call.
+_others: list[_Kernel] = []  # kernels of plain sessions, whose end is not known
+# Statuses made in advance, for when no function can be called any more.
 _spares: list[Callable[[], int | None]] = []
 _local = threading.local()
-# Whether a kernel is run again to see it fail. Sessions that it runs then fail once only.
+# Whether a failed kernel is being run again. Kernels of sessions inside it are then not run again.
 _failing_again: ContextVar[bool] = ContextVar("failing again", default=False)
 
 
 class Owner(Protocol):
-    """A session that is told of its failing kernels, and keeps them."""
+    """A session that keeps its kernels alive and receives their failures."""
 
     kernels: list[object]
 
@@ -65,7 +65,7 @@ class Owner(Protocol):
 
 
 class NativeOperator:
-    """One operator for one combination of element types."""
+    """An operator for one combination of element types."""
 
     def __init__(self, operator: Operator, variant: Variant) -> None:
         self.operator = operator
@@ -74,7 +74,7 @@ class NativeOperator:
 
 
 def fill(struct: CustomOp, native: NativeOperator) -> None:
-    """Have onnxruntime call the operator's kernel. Name and types in the struct stay as they are."""
+    """Make onnxruntime call the operator's kernel. The name and types in the struct are not changed."""
     _operators[ctypes.addressof(struct)] = native
     struct.version = VERSION
     for name, function in _callbacks().items():
@@ -83,7 +83,7 @@ def fill(struct: CustomOp, native: NativeOperator) -> None:
 
 @contextmanager
 def owned_by(owner: Owner) -> Iterator[None]:
-    """Kernels that onnxruntime makes on this thread meanwhile belong to a session."""
+    """Within this context, kernels that onnxruntime creates on this thread belong to the owner."""
     before = getattr(_local, "owner", None)
     _local.owner = owner
     try:
@@ -99,33 +99,33 @@ def _callbacks() -> dict[str, Any]:
     functions = {
         "CreateKernelV2": CREATE_KERNEL(entrances),
         "KernelComputeV2": COMPUTE(operator.getitem),
-        # 0, which is memory of the CPU.
+        # Returns 0, which stands for CPU memory.
         "GetInputMemoryType": GET_MEMORY_TYPE(operator.is_),
-        # Sessions may end after Python has, so the end of a kernel calls a C function that does nothing.
+        # Sessions may be destroyed after Python is finalized, so this is a C function without effect.
         "KernelDestroy": ctypes.pythonapi.Py_IsInitialized,
     }
-    # And for the same reason nothing here is ever freed.
+    # For the same reason, these objects are never freed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object((functions, entrances, _operators)))
     return functions
 
 
 def _creation_entrance(entrances: Entrances) -> Callable[..., Any]:
-    """A C function of CreateKernelV2's four arguments: they go into a list, then the generator runs.
+    """Return a C function for CreateKernelV2: it puts the four arguments into a list and resumes a generator.
 
     `max` calls its key with every argument and, as no key is larger than the first, returns the first: 0.
     """
     arguments: list[int] = []
     creation = entrance.resume(_creation(entrances, arguments))
-    # One stage per argument, taken from the right. Only the last does something.
+    # One stage per argument, taken from the right. Only the last one has an effect.
     stages = Entrances([creation, *[{None: bool}.get] * 4])
     key = entrance.compose(arguments.append, stages, entrance.call, operator.truth)
     return functools.partial(max, 0, key=key)
 
 
 def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None, None]:
-    """Make one kernel. Yields a C function for the very end.
+    """Create one kernel. Yields a C function that is called last.
 
-    What cannot be made becomes a kernel that fails with the reason.
+    If the node's call cannot be read, the kernel fails with the reason when it runs.
     """
     refill = functools.partial(entrances.refill, functools.partial(_creation_entrance, entrances))
     interruption: BaseException | None = None
@@ -134,7 +134,7 @@ def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None
             yield None
         except BaseException as error:
             if not arguments:
-                # It has not begun: somebody makes the entrance, or throws it away.
+                # Raised before the call began: the entrance is being made or discarded.
                 raise
             interruption = error
         _make_kernel(*arguments[1:])
@@ -151,7 +151,7 @@ def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None
 
 
 def _interrupted_creation(error: BaseException) -> Callable[[], Any]:
-    """Have an exception raised once the session is made."""
+    """Arrange for the exception to be raised when the session has been created."""
     owner: Owner | None = getattr(_local, "owner", None)
     if owner is None:
         return raise_after_return(error)
@@ -160,7 +160,7 @@ def _interrupted_creation(error: BaseException) -> Callable[[], Any]:
 
 
 def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
-    """Make the kernel of a node, and put its address into that place."""
+    """Create the kernel of a node and write its address to `place`."""
     api = _apis.get(api_address) or _apis.setdefault(api_address, Api(api_address))
     native = _operators[op]
     owner: Owner | None = getattr(_local, "owner", None)
@@ -175,7 +175,7 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
 
 
 class _Kernel(Entrances):
-    """What runs one node of one session. `kernel[context]` runs it; the result is a status."""
+    """The kernel of one node in one session. `kernel[context]` runs it and returns a status."""
 
     def __init__(self, api: Api, native: NativeOperator, call: Call | Exception, owner: Owner | None) -> None:
         super().__init__()
@@ -186,19 +186,19 @@ class _Kernel(Entrances):
         self.refill(self._entrance)
 
     def _entrance(self) -> Callable[[int], int | None]:
-        """A C function of the context: it goes into a list, the generator runs, then what that yields."""
+        """Return a C function that stores the context in a list, resumes a generator and calls its result."""
         arguments: list[int] = []
         return entrance.compose(arguments.append, entrance.resume(self._run_once(arguments)), entrance.call)
 
     def _run_once(self, arguments: list[int]) -> Generator[Any, None, None]:
-        """One call. Yields a C function for the very end, which returns the status."""
+        """Run the kernel once. Yields a C function that is called last and returns the status."""
         interruption: BaseException | None = None
         try:
             try:
                 yield None
             except BaseException as error:
                 if not arguments:
-                    # It has not begun: somebody makes the entrance, or throws it away.
+                    # Raised before the call began: the entrance is being made or discarded.
                     raise
                 interruption = error
             self.refill(self._entrance)
@@ -212,7 +212,7 @@ class _Kernel(Entrances):
                 self.refill(self._entrance)
                 last = self._give_up(arguments[0], error)
             except BaseException:
-                # So near to the recursion limit nothing can be called any more.
+                # This close to the recursion limit, no function can be called any more.
                 last = _spares[-1]
                 del _spares[-1]
             yield last
@@ -225,7 +225,7 @@ class _Kernel(Entrances):
                 return _succeeded
             except BaseException as error:
                 reason = error
-            # Frames hold arrays, and the memory of these ends with this call.
+            # Frames refer to arrays whose memory is only valid during this call.
             _forget_frames(reason)
         if reason is interruption or is_interruption(reason):
             return self._interrupted(context, reason)
@@ -264,10 +264,10 @@ class _Kernel(Entrances):
         return self._api.inputs(context, self._native.inputs)
 
     def _interrupted(self, context: int, error: BaseException) -> Callable[[], int | None]:
-        """Stop the run of a session of ortgrad's. Another's goes on: it would raise another exception."""
+        """Stop the run of an ortgrad session. A plain session continues: it would raise its own exception."""
         if self._owner is not None:
             return self._failed(error)
-        # What is computed is thrown away when the exception is raised, as soon as the run returns.
+        # The exception is raised as soon as the run returns, so the values of the outputs do not matter.
         call, dtypes = self._call, self._native.outputs
         shapes: Sequence[Any] = [None] * len(dtypes)
         if isinstance(call, Call):
@@ -285,7 +285,7 @@ class _Kernel(Entrances):
         return _status(self._api, str(error))
 
     def _give_up(self, context: int, error: BaseException) -> Callable[[], int | None]:
-        """Something was raised around the kernel, or while a failure was reported."""
+        """Return a status for an exception outside of the kernel, or while its failure was reported."""
         try:
             if is_interruption(error):
                 return self._interrupted(context, error)
@@ -294,7 +294,7 @@ class _Kernel(Entrances):
         return _status(self._api, f"{type(error).__name__} around a kernel of ortgrad")
 
     def _fail_again(self, feed: list[np.ndarray]) -> Exception | None:
-        """The same failure on copies, which a debugger can look at for as long as it likes."""
+        """Run the failed kernel again on copies of its inputs, which remain valid for a debugger."""
         dtypes = self._native.outputs
         if isinstance(self._call, Exception) or _failing_again.get():
             return None
@@ -309,7 +309,7 @@ class _Kernel(Entrances):
         return None
 
 
-# As a C function, like all that runs after the generator.
+# A C function, as must be everything that runs after the generator.
 _succeeded: Callable[[], None] = itertools.repeat(None).__next__
 
 
@@ -325,7 +325,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 def _is_shared(arrays: list[np.ndarray]) -> bool:
-    """Whether anybody but this list refers to one of the arrays."""
+    """Return whether there are references to one of the arrays besides this list."""
     for array in arrays:  # noqa: SIM110 - a generator would cost as much as a small kernel
         if sys.getrefcount(array) > _SOLE:
             return True
@@ -342,7 +342,7 @@ _SOLE = _sole_reference_count()
 
 
 def _require_sole_reference(arrays: list[np.ndarray]) -> None:
-    """Raise if somebody else still holds one of the arrays: it is about to lose its memory."""
+    """Raise TypeError if there are other references to one of the arrays, whose memory becomes invalid."""
     for base in [array.base for array in arrays]:
         if isinstance(base, Memory):
             base.forget()
@@ -354,5 +354,5 @@ def _require_sole_reference(arrays: list[np.ndarray]) -> None:
     if _is_shared(arrays):
         raise TypeError(
             "the kernel kept an array that it was given, or a view of one; "
-            "its memory ends with the call, so keep a copy"
+            "its memory is valid only during the call, so keep a copy"
         )

@@ -1,8 +1,8 @@
-"""Runs of a session: which of them a failing kernel stops, and what a signal does meanwhile.
+"""Monitoring of a session's runs: failures of kernels, and signals during a run.
 
-Python handles signals on the main thread, between two bytecodes, so Ctrl-C would wait for the end of a long
-run. Such runs take place on another thread, while the main thread waits: there a signal handler runs at
-once, and if it raises, the run is stopped.
+Python runs signal handlers on the main thread, between two bytecodes, so Ctrl-C would take effect only at the
+end of a long run. Long runs therefore take place on another thread while the main thread waits. A signal
+handler then runs at once, and if it raises an exception, the run is stopped.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import onnxruntime
 from ortgrad.operators.assertions import explain
 from ortgrad.threads import Result, call_elsewhere
 
-# A run that took no longer than this many seconds may delay a signal.
+# Runs up to this many seconds stay on the main thread, where they delay signals.
 _SHORT = 0.02
-# How many runs may be under way inside each other's kernels.
+# The limit of runs nested inside each other's kernels.
 _MOST_NESTED = 50
-# How many calls deep Python needs to go to run a kernel and to report its failure.
+# The recursion depth that is needed to run a kernel and to report its failure.
 _HEADROOM = 120
-# Fewer frames than this are far from the recursion limit, unless somebody has lowered that.
+# Below _SHALLOW frames the recursion limit is far away, unless it is lower than usual.
 _SHALLOW, _USUAL_LIMIT = 300, 1000
 
-# How many are under way where this code runs. Threads that run something for others are given their context.
+# The number of nested runs. A thread that runs a function for another one inherits its context.
 _depth: ContextVar[int] = ContextVar("depth", default=0)
 _nothing: AbstractContextManager[Any] = nullcontext()
 
 
 class Monitor:
-    """Knows which run of a session a failing kernel belongs to: a run and its kernels share a thread.
+    """Assigns failing kernels to the runs of a session: a run and its kernels share a thread.
 
-    In parallel execution mode they do not, so there one run waits for the other, and a failure
-    counts against every asynchronous run that is under way.
+    In parallel execution mode they do not. There, runs are executed one at a time, and a failure is assigned
+    to every asynchronous run in progress.
     """
 
     def __init__(self, *, parallel: bool = False, steady: bool = True) -> None:
-        """`steady` says that runs on inputs of one size take about the same time."""
+        """`steady` says that runs on inputs of the same size take about the same time."""
         self.kernels: list[object] = []
         self._parallel = parallel
         self._steady = steady
@@ -50,7 +50,7 @@ class Monitor:
         self._runs: dict[int, _Run] = {}
         self._async_runs: set[_Run] = set()
         self._stray: dict[int, BaseException] = {}
-        # What is known to take no longer than _SHORT: runs on inputs of at most so many bytes.
+        # Runs on inputs of at most this many bytes are known to take no longer than _SHORT.
         self._quick_size = -1
 
     def run(
@@ -59,7 +59,7 @@ class Monitor:
         given: onnxruntime.RunOptions | None,
         size: int | None = None,
     ) -> Result:
-        """Call a function that runs the session; raise what its kernels, or signal handlers, raise.
+        """Call a function that runs the session; raises exceptions of its kernels and of signal handlers.
 
         `size` is the number of bytes that are fed.
         """
@@ -75,7 +75,7 @@ class Monitor:
     def _watch(
         self, run: _Run, function: Callable[[onnxruntime.RunOptions], Result], size: int | None = None
     ) -> Result:
-        """Run on this thread, on inputs of a size that is to be remembered as quick or slow."""
+        """Run on this thread, and remember whether inputs of this size are quick."""
         key = 0 if self._parallel else threading.get_ident()
         with self._one_at_a_time if self._parallel else _nothing:
             outer, self._runs[key] = self._runs.get(key), run
@@ -97,24 +97,24 @@ class Monitor:
                     self._runs[key] = outer
 
     def raise_stray(self) -> None:
-        """Raise what came out of a kernel on this thread while no run was under way."""
+        """Raise the exception of a kernel that was called on this thread outside of any run."""
         error = self._stray.pop(threading.get_ident(), None)
         if error is not None:
             raise error
 
     def start_async(self) -> _Run:
-        """An asynchronous run begins."""
+        """Register an asynchronous run."""
         run = _Run(onnxruntime.RunOptions())
         self._async_runs.add(run)
         return run
 
     def finish_async(self, run: _Run) -> BaseException | None:
-        """The error of a run that has ended; onnxruntime calls back on the thread of its kernels."""
+        """Return the error of a finished run; must be called on the thread of its kernels."""
         self._async_runs.discard(run)
         return self._stray.pop(threading.get_ident(), None) or run.error
 
     def kernel_failed(self, error: BaseException) -> None:
-        """A kernel of the session has failed, on this thread."""
+        """Record the exception of a kernel that failed on this thread."""
         thread = threading.get_ident()
         run = self._runs.get(0 if self._parallel else thread)
         if run is not None:
@@ -127,7 +127,7 @@ class Monitor:
 
 
 class _Run:
-    """One run, with the options through which it can be stopped."""
+    """A run, with the options through which it can be stopped."""
 
     def __init__(self, given: onnxruntime.RunOptions | None) -> None:
         self._options = onnxruntime.RunOptions() if given is None else given
@@ -135,7 +135,7 @@ class _Run:
         self.error: BaseException | None = None
 
     def watch(self, function: Callable[[onnxruntime.RunOptions], Result]) -> Result:
-        """Call the function; what a kernel raised comes instead of onnxruntime's echo of it."""
+        """Call the function; raises the exception of a failed kernel in place of onnxruntime's."""
         try:
             result = function(self._options)
         except Exception as error:
@@ -149,12 +149,12 @@ class _Run:
         return result
 
     def fail(self, error: BaseException) -> None:
-        """A kernel has failed; those after the first only see what it left behind."""
+        """Record the failure of a kernel. Only the first counts: later ones may be its consequence."""
         self.error = self.error or error
 
     @contextmanager
     def stop(self) -> Iterator[None]:
-        """Have the run end at its next node. Options of the caller's are afterwards as they were."""
+        """Make the run end at its next node. The caller's options are restored afterwards."""
         before = self._options.terminate
         self._options.terminate = True
         try:
@@ -165,7 +165,7 @@ class _Run:
 
 
 def _require_headroom() -> None:
-    """Raise RecursionError so near to Python's limit that a kernel could not even report a failure."""
+    """Raise RecursionError if a kernel could not report a failure within Python's recursion limit."""
     try:
         if sys.getrecursionlimit() >= _USUAL_LIMIT:
             sys._getframe(_SHALLOW)

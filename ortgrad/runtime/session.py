@@ -1,4 +1,4 @@
-"""Running: ortgrad's session, and the op library for plain onnxruntime sessions."""
+"""ortgrad's InferenceSession, and the op library for plain onnxruntime sessions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ortgrad.runtime.runs import Monitor
 from ortgrad.threads import call_elsewhere
 
 _REGISTERED = "ortgrad.registered"
-_NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # levels of logging
+_NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # logging levels
 _FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
 _IMPORT = onnx.OperatorSetIdProto(domain=DOMAIN, version=1)
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def get_library_path() -> str:
-    """The op library, for `SessionOptions.register_custom_ops_library`.
+    """Return the path of the op library, for `SessionOptions.register_custom_ops_library`.
 
     >>> import onnxruntime, ortgrad
     >>> options = onnxruntime.SessionOptions()
@@ -41,10 +41,10 @@ def get_library_path() -> str:
 
 
 def register(options: onnxruntime.SessionOptions) -> None:
-    """Make the Python kernels available to sessions with these options. Doing it again changes nothing.
+    """Make the Python kernels available to sessions with these options. Repeated calls have no effect.
 
-    If no `log_severity_level` was chosen for the options, it becomes 3 (errors): at its default level
-    onnxruntime warns of every weight that can be fed.
+    If `log_severity_level` has not been set in the options, it becomes 3 (errors): at the default level
+    onnxruntime warns about every weight that can be fed.
 
     >>> import numpy as np, onnxruntime, ortgrad
     >>> options = onnxruntime.SessionOptions()
@@ -61,7 +61,7 @@ def register(options: onnxruntime.SessionOptions) -> None:
     path = get_library_path()
     if not _has_entry(options, _REGISTERED):
         options.register_custom_ops_library(path)
-        # The options remember it themselves: onnxruntime refuses the same library twice.
+        # Stored in the options, because onnxruntime refuses to register a library twice.
         options.add_session_config_entry(_REGISTERED, "1")
 
 
@@ -76,8 +76,8 @@ def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An onnxruntime.InferenceSession that runs gradient operators.
 
-    The model may be a ModelProto too, and may hold gradient nodes as onnxruntime-training writes
-    them. A kernel that fails stops the run and raises KernelError. The default provider is the CPU.
+    The model may also be a ModelProto, and may contain gradient nodes as onnxruntime-training writes
+    them. A failing kernel stops the run and raises KernelError. The default provider is the CPU.
 
     >>> import numpy as np, ortgrad
     >>> model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
@@ -108,15 +108,15 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             register(options)
         self._monitor = Monitor(
             parallel=options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL,
-            # How often a loop runs may be in the values that are fed.
+            # The number of iterations of a Loop may depend on the values that are fed.
             steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
         )
         if _FUSES_TOO_MUCH:
-            # It makes a FusedMatMul of float64, for which it has no kernel.
+            # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.
             kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
         try:
             if level == _NOT_CHOSEN:
-                # onnxruntime warns of every weight that can be fed, and logs failures that it raises as well.
+                # onnxruntime warns about every weight that can be fed, and logs errors that it also raises.
                 options.log_severity_level = _FATAL
             self._create(
                 _serialize(model),
@@ -140,7 +140,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             self._monitor.raise_stray()
 
         if threading.current_thread() is threading.main_thread():
-            # onnxruntime cannot be stopped here, but kernels are safe from signals on another thread.
+            # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
             call_elsewhere(owned, nullcontext)
         else:
             owned()
@@ -215,7 +215,7 @@ def _has_external_data(model: onnx.ModelProto) -> bool:
 
 
 def _serialize(model: onnx.ModelProto) -> bytes:
-    # Appended to the text rather than to the caller's model.
+    # The import is appended to the serialized bytes, so that the caller's model is not changed.
     more = b"" if imports_domain(model) else onnx.ModelProto(opset_import=[_IMPORT]).SerializeToString()
     try:
         return model.SerializeToString() + more
@@ -226,7 +226,7 @@ def _serialize(model: onnx.ModelProto) -> bytes:
 
 
 def _explain(model: onnx.ModelProto, error: Exception) -> None:
-    """Raise a ModelError that says more than onnxruntime's, where we know more."""
+    """Raise a ModelError with a better explanation than onnxruntime's, if there is one."""
     text = str(error)
     if "Conflicting with a registered kernel" in text or "Domain already set in registry" in text:
         raise ModelError(
