@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Operators of ONNX with floating-point inputs and outputs that have no rule, no body and are no stop.
 MAPS = "its input or output is a map, which has no gradient; take the tensor before it, or behind it"
 NOT_DIFFERENTIATED = {
-    "QLinearMatMul": "ONNX calls it not differentiable: a quantised product, whose output is a step function",
     "ai.onnx.ml::CastMap": MAPS,
     "ai.onnx.ml::DictVectorizer": MAPS,
     "ai.onnx.ml::ZipMap": MAPS,

@@ -137,8 +137,8 @@ CASES = {
         attributes={"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize"},
     ),
 }
-# These have no two floating-point inputs of different types, or are tested below.
-ELSEWHERE = {"Cast", "CastLike", "DequantizeLinear"}
+# These have no two floating-point inputs of different types, or are tested below or with quantized models.
+ELSEWHERE = {"Cast", "CastLike", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear"}
 
 
 def test_every_operator_with_several_types_has_a_case() -> None:

@@ -717,19 +717,6 @@ def test_a_rule_of_the_user_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
     assert [node.op_type for node in built.graph.node].count("BiasAdd") == 1
 
 
-# Operators of quantised models, whose gradients go straight through the rounding.
-QUANTISED = {
-    "DequantizeLinear",
-    "DynamicQuantizeLSTM",
-    "DynamicQuantizeMatMul",
-    "GatherBlockQuantized",
-    "MatMulFpQ4",
-    "MatMulIntegerToFloat",
-    "QAttention",
-    "QEmbedLayerNormalization",
-    "QGemm",
-    "QMoE",
-}
 FLOATS = {"tensor(float)", "tensor(double)"}
 
 
@@ -764,7 +751,7 @@ def test_every_floating_point_operator_of_onnxruntime_is_known() -> None:
     }
     operators = floating_operators()
     assert len(operators) > 50
-    assert operators - known - QUANTISED == set()
+    assert operators - known == set()
 
 
 def test_every_definition_has_a_case() -> None:

@@ -49,10 +49,11 @@ STOPPED = {
         """(float[N] x) => (float[M] y) <int64[1] k = {2}> { v, i = TopK(x, k) y = Cast<to = 1>(i) }""",
         ["TopK node 'v'"],
     ),
-    "quantised": (
+    "quantized, then cast": (
         """(float[N] x, float[N] w) => (float[N] y) <float scale = {0.1}, uint8 zero = {3}> {
-            q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero) y = Mul(d, w) }""",
-        ["QuantizeLinear node 'q'"],
+            i = Cast<to = 7>(x) f = Cast<to = 1>(i) q = QuantizeLinear(f, scale, zero)
+            d = DequantizeLinear(q, scale, zero) y = Mul(d, w) }""",
+        ["Cast node 'i'"],
     ),
     "condition": (
         "(float[N] x, float[N] w) => (float[N] y) { c = Greater(x, w) y = Where(c, w, w) }",
@@ -61,6 +62,8 @@ STOPPED = {
 }
 # Gradients that are zero without a word: the values of x do not matter, or another path has a gradient.
 QUIET = {
+    "quantized": """(float[N] x, float[N] w) => (float[N] y) <float scale = {0.1}, uint8 zero = {3}> {
+        q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero) y = Mul(d, w) }""",
     "unused": "(float[N] x, float[N] w) => (float[N] y, float[N] z) { y = Exp(w) z = Floor(x) }",
     "shape": """(float[N] x) => (float[N] y) {
         s = Shape(x) y = ConstantOfShape<value = float[1] {2}>(s) }""",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.rules import ForwardNode, UnsupportedError, find_rule
+from ortgrad.autodiff.integers import float_copy, quantized_outputs
+from ortgrad.autodiff.rules import ForwardNode, Gradients, UnsupportedError, find_rule
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.errors import NodeError
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import FLOAT_TYPES, dependencies
+from ortgrad.graph.traversal import dependencies, is_integer, subgraphs
 
 # Under this key a node's metadata says why its definition could not be put in its place.
 REFUSED = "ortgrad.refused"
@@ -27,15 +28,38 @@ class Failure:
 
 
 def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return the floating-point values that depend on the targets, including the targets."""
+    """Return the values that depend on the targets and may have a gradient, including the targets.
+
+    These are floating-point values, and integers that stand for such numbers: the outputs of quantizing
+    operators (those whose rule has `scales`), and what is computed from them.
+    """
     active = set(targets)
     for node in nodes:
         rule = find_rule(node.op_type, node.domain)
         if rule is not None and rule.function is None:
             continue
-        if any(value in active for value in dependencies(node)):
-            active.update(v for v in node.outputs if v.dtype is None or v.dtype in FLOAT_TYPES)
+        if not any(value in active for value in dependencies(node)):
+            continue
+        if rule is not None and rule.scales is not None:
+            # Other outputs are scales and zero points of dynamic quantization, which count as constants.
+            active.update(node.outputs[:1])
+        else:
+            active.update([v for v in node.outputs if not is_integer(v)])
+            active.update(quantized_outputs(node, active))
+            active.update(_quantized_in_subgraphs(node, active))
     return active
+
+
+def _quantized_in_subgraphs(node: ir.Node, active: set[ir.Value]) -> Iterator[ir.Value]:
+    """Yield the integer outputs that may have a gradient inside of the node's subgraphs."""
+    integers = [is_integer(value) for value in node.outputs]
+    for graph in subgraphs(node) if any(integers) else ():
+        inside = active_values(graph, [*active, *(v for v in graph.inputs if not is_integer(v))])
+        # The first output of a Loop's body is the condition.
+        results = graph.outputs[1:] if node.op_type == "Loop" else graph.outputs
+        for value, result, integer in zip(node.outputs, results, integers, strict=False):
+            if integer and result in inside:
+                yield value
 
 
 class BackwardPass:
@@ -88,7 +112,7 @@ class BackwardPass:
                     # Continue with zeros, so that all unsupported nodes are reported at once.
                     for value in dependencies(node):
                         if value in self._active:
-                            self.seed(value, self.op.full_like(value, 0.0))
+                            self.seed(value, self.op.zeros_for(value))
             self.visits.append((node, list(self.op.nodes[recorded:])))
 
     def has_gradient(self, value: ir.Value) -> bool:
@@ -123,8 +147,11 @@ class BackwardPass:
         assert rule.function is not None
         attributes = attributes_of(node, self.op.opset)
         context = ForwardNode(node, self.op, grads, attributes, self._active)
+        function = rule.function
+        if rule.scales is None and any(v in self._active and is_integer(v) for v in _values(node)):
+            function = _integer_gradient
         with self.op.arithmetic():
-            returned = rule.function(context)
+            returned = function(context)
         gradients = [returned] if returned is None or isinstance(returned, ir.Value) else returned
         for value, grad in zip(node.inputs, gradients, strict=False):
             if value is not None and grad is not None and value in self._active:
@@ -136,10 +163,71 @@ class BackwardPass:
                 self.seed(value, self._like(grad, value))
 
     def _like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
-        """Return the gradient, cast to the element type of its value if necessary."""
-        if grad.dtype is not None and value.dtype is not None and grad.dtype != value.dtype:
-            return self.op.Cast(grad, to=int(value.dtype))
+        """Return the gradient, cast to the element type of its value if necessary.
+
+        The gradient of an integer value is float.
+        """
+        wanted = ir.DataType.FLOAT if is_integer(value) else value.dtype
+        if grad.dtype is not None and wanted is not None and grad.dtype != wanted:
+            return self.op.Cast(grad, to=int(wanted))
         return grad
+
+
+def _values(node: ir.Node) -> list[ir.Value]:
+    return [*dependencies(node), *node.outputs]
+
+
+def differentiate(
+    node: ForwardNode, results: Sequence[ir.Value], inputs: Gradients | None = None
+) -> Gradients:
+    """Return the gradients of a node's inputs through a definition of its outputs.
+
+    `results` have been recorded with `node.op`; the definition is what has been recorded between them and the
+    node's inputs, or those given in their place. Only what the gradients need becomes part of the model.
+    """
+    starts = node.inputs if inputs is None else inputs
+    targets = {start for i, start in enumerate(starts) if start is not None and node.wants(i)}
+    backward = BackwardPass(node.op, _between(starts, results), list(targets))
+    for i, result in enumerate(results):
+        grad = node.optional_grad(i)
+        if grad is not None:
+            backward.seed(result, grad)
+    backward.run()
+    if backward.failures:
+        raise node.unsupported("; ".join(f"{f.node.op_type}: {f.reason}" for f in backward.failures))
+    # A value in several places has one gradient.
+    totals = {start: backward.total(start) for start in targets}
+    return [None if start is None else totals.pop(start, None) for start in starts]
+
+
+def _between(starts: Gradients, results: Sequence[ir.Value]) -> list[ir.Node]:
+    """Return the nodes that compute the results from the given values, in topological order."""
+    found: dict[ir.Node, None] = {}
+
+    def visit(value: ir.Value | None) -> None:
+        node = None if value is None or value in starts else value.producer()
+        if node is not None and node not in found:
+            for operand in node.inputs:
+                visit(operand)
+            found[node] = None
+
+    for result in results:
+        visit(result)
+    return list(found)
+
+
+def _integer_gradient(node: ForwardNode) -> Gradients:
+    """Differentiate a node on quantized tensors as if their elements were floating-point numbers."""
+    if subgraphs(node.forward):
+        name = next(v.name for v in _values(node.forward) if v in node.active and is_integer(v))
+        raise node.unsupported(
+            f"the quantized tensor {name!r} goes into its subgraphs or comes out of them; "
+            "quantize and dequantize it on the same side"
+        )
+    if node.op_type in ("Cast", "CastLike"):
+        return [node.grad(0)]
+    inputs, outputs = float_copy(node.op, node.forward)
+    return differentiate(node, outputs, inputs)
 
 
 def list_failures(failures: Sequence[Failure], opsets: Mapping[str, int]) -> str:

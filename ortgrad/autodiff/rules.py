@@ -40,6 +40,8 @@ class Rule:
 
     function: RuleFunction | None
     broadcasts: bool = False
+    scales: Mapping[int, int] | None = None
+    straight_through: bool = False
 
 
 class UnsupportedError(Exception):
@@ -49,11 +51,23 @@ class UnsupportedError(Exception):
 _rules: dict[tuple[str, str], Rule] = {}
 
 
-def gradient(*op_types: str, domain: str = "", broadcasts: bool = False) -> Callable[[_Rule], _Rule]:
+def gradient(
+    *op_types: str,
+    domain: str = "",
+    broadcasts: bool = False,
+    scales: Mapping[int, int] | None = None,
+    straight_through: bool = False,
+) -> Callable[[_Rule], _Rule]:
     """Declare the gradient rule of forward operators.
 
     With `broadcasts`, every gradient may have the shape of the (broadcast) output; it is summed to the shape
     of its input.
+
+    `scales` is given for operators on quantized tensors: the index of the scale of each quantized input (-1
+    for the output), as far as they have scales. Their first output and their inputs have gradients even if
+    their elements are integers; such a gradient is a float tensor, in units of the integers. An operator that
+    rounds to integers is declared with `straight_through`: rounding is differentiated as if it were the
+    identity.
 
     >>> import ortgrad
     >>> @ortgrad.gradient("Square", domain="my.domain")
@@ -63,7 +77,7 @@ def gradient(*op_types: str, domain: str = "", broadcasts: bool = False) -> Call
 
     def declare(function: _Rule) -> _Rule:
         for op_type in op_types:
-            _add(domain, op_type, Rule(function, broadcasts))
+            _add(domain, op_type, Rule(function, broadcasts, scales, straight_through))
         return function
 
     return declare
@@ -187,7 +201,7 @@ class ForwardNode(NodeView):
     def grad(self, i: int) -> ir.Value:
         """Return the gradient of the i-th output, or zeros of its shape if it has none."""
         given = self.optional_grad(i)
-        return self.op.full_like(self.add_output(i), 0.0) if given is None else given
+        return self.op.zeros_for(self.add_output(i)) if given is None else given
 
     def optional_grad(self, i: int) -> ir.Value | None:
         """Return the gradient of the i-th output, or None if it has none."""

@@ -22,9 +22,7 @@ from ortgrad.operators.call import EMPTY_PREFIX
 # Operands that are differentiable, also by onnx's schema, but are not trained as parameters.
 _NO_PARAMETERS = {
     "BatchNormalization": (3, 4),
-    "DequantizeLinear": (1,),
     "Pow": (1,),
-    "QuantizeLinear": (1,),
     "RoiAlign": (1,),
     "RotaryEmbedding": (1, 2),
 }
@@ -76,7 +74,8 @@ def find_targets(
     if wrt is None:
         if not parameters:
             raise ModelError(
-                "the model has no parameters (scalars, statistics and constants do not count); "
+                "the model has no parameters (scalars, statistics, constants, integers and their scales do "
+                "not count); "
                 "name what you want in wrt"
             )
         found = parameters
@@ -142,6 +141,10 @@ def decides_shapes(value: ir.Value, opsets: dict[str, int]) -> bool:
 
 def _fixed_operands(node: ir.Node, opsets: dict[str, int]) -> Collection[int]:
     """Return the operands that are not trained: statistics, and what the schema calls not differentiable."""
+    rule = find_rule(node.op_type, node.domain)
+    if rule is not None and rule.scales is not None:
+        # onnx calls operands of operators on integers not differentiable.
+        return set(rule.scales.values())
     version = opsets.get(node.domain, 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return ()
@@ -221,6 +224,13 @@ def _require_float(argument: str, value: ir.Value) -> None:
     # The outputs of an unknown operator may have no known type; a target may lack one, a seed may not.
     if is_float_tensor(value) or (argument == "wrt" and value.dtype is None):
         return
+    quantized = _instead_of_integers(value) if argument == "wrt" and value.dtype is not None else []
+    if quantized:
+        assert value.dtype is not None
+        raise ModelError(
+            f"wrt={value.name!r} is a quantized tensor, whose {value.dtype.name.lower()} elements cannot "
+            f"be trained; name {' or '.join(quantized)} instead"
+        )
     near = _floats_behind([value]) if argument == "of" else []
     producer = value.producer()
     by = f"the {producer.op_type} node computes it" if producer is not None else "it is computed"
@@ -234,6 +244,27 @@ def _require_float(argument: str, value: ir.Value) -> None:
     raise ModelError(
         f"{argument}={value.name!r} is not known to be a tensor of numbers, so it has no gradient{advice}"
     )
+
+
+def _instead_of_integers(value: ir.Value) -> list[str]:
+    """Describe what can be trained in the place of a quantized tensor; nothing if it is not used as one."""
+    found: dict[str, None] = {}
+    producer = value.producer()
+    rule = None if producer is None else find_rule(producer.op_type, producer.domain)
+    if producer is not None and rule is not None and rule.straight_through:
+        source = producer.inputs[0]
+        if source is not None and source.dtype in FLOAT_TYPES:
+            found[f"{source.name!r}, from which it is quantized,"] = None
+    for user, i in value.uses():
+        rule = find_rule(user.op_type, user.domain)
+        if rule is None or rule.scales is None:
+            continue
+        scale = user.inputs[rule.scales[i]] if i in rule.scales else None
+        if scale is not None:
+            found[f"its scale {scale.name!r}"] = None
+        elif not found:
+            found["a floating-point tensor that is quantized in the model"] = None
+    return list(found)
 
 
 def _floats_behind(values: Iterable[ir.Value]) -> list[str]:

@@ -17,6 +17,7 @@ from ortgrad.check.objective import Objective
 from ortgrad.check.per_node import check_node, intermediate_values, nodes_between
 from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.check.result import GradientCheck, Row
+from ortgrad.check.rounding import rounding_behind
 from ortgrad.check.sessions import Backward
 from ortgrad.check.stops import quiet_stops
 from ortgrad.check.targets import differentiable
@@ -53,7 +54,8 @@ def check_gradients(
     else in single precision; the result says which. The gradients are computed in the model's own types and,
     if onnxruntime can, in double. A gradient whose relative error exceeds `tolerance` (default: by element
     type) is wrong, unless measured rounding explains it: that of the differences from step to step, or that
-    of the gradient itself. Where rounding would hide any error, the gradient is not judged.
+    of the gradient itself. Where rounding would hide any error, the gradient is not judged, and neither are
+    the straight-through gradients of quantized models.
 
     Where the function has a kink, such as Relu at 0, the gradients are checked at a point beside it. Random
     operators, such as a Dropout in training mode, are drawn once and give the same results everywhere.
@@ -104,8 +106,13 @@ def check_gradients(
         rows.append(row)
         report(len(rows), len(targets) + len(nodes), row.name)
 
+    rounding = rounding_behind(marked, outputs)
     for name in targets:
-        add(comparison.row(name))
+        if name in rounding:
+            note = f"straight-through because of the {rounding[name]}: not the slope of the output"
+            add(Row(name, np.nan, np.nan, note, judged=False))
+        else:
+            add(comparison.row(name))
     alone = partial(check_gradients, kernels=kernels, directions=directions, tolerance=tolerance, seed=seed)
     values = intermediate_values(proto, marked, complete) if nodes else {}
     for node in nodes:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from ortgrad.autodiff.rules import find_rule
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.sessions import Arrays, typed, values_of
 from ortgrad.check.stops import quiet_stops
@@ -34,16 +35,21 @@ def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Seque
     other = {v.name for v in values if v.type.tensor_type.elem_type not in FLOATS}
     active, needed = set(targets), set(outputs)
     for node in proto.graph.node:
-        if active.intersection(dependencies(node)):
-            active.update(name for name in node.output if name and name not in other)
+        reads = active.intersection(dependencies(node))
+        rule = find_rule(node.op_type, node.domain)
+        if reads:
+            # What is computed from quantized tensors may be one, and they have gradients.
+            quantized = (rule is not None and rule.scales is not None) or reads & other
+            active.update(name for name in node.output if name and (quantized or name not in other))
     found = []
     for node in reversed(proto.graph.node):
         of = [name for name in node.output if name in needed and name in active]
         fixed = not_differentiable(node, proto)
         wrt = [name for name in dependencies(node) if name in active and name not in fixed]
         if of and wrt:
-            found.append(PathNode(node, wrt, of))
             needed.update(wrt)
+            if not other.intersection((*of, *wrt)):
+                found.append(PathNode(node, wrt, of))
     return found[::-1]
 
 

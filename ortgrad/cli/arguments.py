@@ -31,6 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_model(grad)
     _add_output(grad)
     _add_names(grad, PARAMETERS, FIRST_OUTPUT)
+    grad.add_argument(
+        "--straight-through",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="differentiate quantized models as if nothing were rounded; without, refuse them (default: yes)",
+    )
 
     prepare = commands.add_parser(
         "prepare",

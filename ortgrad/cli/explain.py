@@ -16,6 +16,8 @@ def command(arguments: argparse.Namespace) -> int:
     for item in found:
         reason = item.reason if item.supported else f"NOT SUPPORTED: {item.reason}"
         becomes = " ".join(item.gradient) or f"({reason})"
+        if item.straight_through:
+            becomes += " (straight-through)"
         print(f"{item.node:<{names}}  {item.operator:<{operators}}  {becomes}")
     missing = sum(not item.supported for item in found)
     if missing:

@@ -11,5 +11,8 @@ from ortgrad.pipelines.build import build_gradient_model
 def command(arguments: argparse.Namespace) -> int:
     """Write the gradient model."""
     path = output_path(arguments.output)
-    save_and_describe(build_gradient_model(arguments.model, wrt=arguments.wrt, of=arguments.of), path)
+    built = build_gradient_model(
+        arguments.model, wrt=arguments.wrt, of=arguments.of, straight_through=arguments.straight_through
+    )
+    save_and_describe(built, path)
     return 0

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import NodeError
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import is_integer
 from ortgrad.operators.assertions import REQUIRES
 from ortgrad.operators.declaration import Operator, all_operators, find_anywhere, find_operator
 
@@ -228,6 +229,13 @@ class Recorder(ir.tape.Tape):
         result.type, result.shape = first.type, first.shape
         self._recorded[place] = result
         return result
+
+    def zeros_for(self, value: ir.Value) -> ir.Value:
+        """Return a gradient of zeros for the value; that of an integer value is float."""
+        if not is_integer(value):
+            return self.full_like(value, 0.0)
+        zeros: ir.Value = self.Expand(np.float32(0), self.shape_of(value))
+        return zeros
 
     def rank(self, value: ir.Value) -> int:
         """Return the number of dimensions; raises NodeError if it is unknown."""

@@ -12,6 +12,11 @@ def is_float_tensor(value: ir.Value) -> bool:
     return isinstance(value.type, ir.TensorType) and value.dtype in FLOAT_TYPES
 
 
+def is_integer(value: ir.Value) -> bool:
+    """Return whether the elements are known not to be floating-point numbers."""
+    return value.dtype is not None and value.dtype not in FLOAT_TYPES
+
+
 def dependencies(node: ir.Node) -> list[ir.Value]:
     """Return the values that a node reads, including those that its subgraphs capture."""
     found = [value for value in node.inputs if value is not None]

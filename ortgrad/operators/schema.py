@@ -21,6 +21,7 @@ from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import (
     BODY_ATTRIBUTE,
     CALL_ATTRIBUTE,
+    DOMAIN,
     Attribute,
     Operand,
     Operator,
@@ -54,6 +55,8 @@ _ATTRIBUTE_TYPES = {
 _lock = threading.Lock()
 _users = 0
 _registered: list[Operator] = []
+_forward: list[onnx.defs.OpSchema] = []
+_registered_forward: list[onnx.defs.OpSchema] = []
 
 
 def check_schema(operator: Operator) -> None:
@@ -63,6 +66,27 @@ def check_schema(operator: Operator) -> None:
             f"onnx already has a schema {operator.domain}::{operator.name} from elsewhere"
         )
     make_schema(operator)
+
+
+def add_forward_inference(
+    name: str, infer: Callable[[onnx.shape_inference.InferenceContext], None], domain: str = DOMAIN
+) -> None:
+    """Let onnx infer the output of a forward operator that onnxruntime has and onnx does not know."""
+    # The types of Identity are all that there are.
+    types = onnx.defs.get_schema("Identity").type_constraints[0].allowed_type_strs
+    several = onnx.defs.OpSchema.FormalParameterOption.Variadic
+    schema = onnx.defs.OpSchema(
+        name,
+        domain,
+        1,
+        inputs=[
+            onnx.defs.OpSchema.FormalParameter("inputs", "T", param_option=several, is_homogeneous=False)
+        ],
+        outputs=[onnx.defs.OpSchema.FormalParameter("output", "T")],
+        type_constraints=[("T", types, "")],
+    )
+    schema.set_type_and_shape_inference_function(infer)
+    _forward.append(schema)
 
 
 @contextmanager
@@ -77,6 +101,10 @@ def schemas_known() -> Iterator[None]:
                 if not onnx.defs.has(operator.name, operator.domain):
                     onnx.defs.register_schema(make_schema(operator))
                     _registered.append(operator)
+            for schema in _forward:
+                if not onnx.defs.has(schema.name, schema.domain):
+                    onnx.defs.register_schema(schema)
+                    _registered_forward.append(schema)
     try:
         yield
     finally:
@@ -86,6 +114,9 @@ def schemas_known() -> Iterator[None]:
                 while _registered:
                     operator = _registered.pop()
                     onnx.defs.deregister_schema(operator.name, 1, operator.domain)
+                while _registered_forward:
+                    schema = _registered_forward.pop()
+                    onnx.defs.deregister_schema(schema.name, 1, schema.domain)
 
 
 def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

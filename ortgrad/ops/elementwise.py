@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 no_gradient("Floor", "Ceil", "Round", "Sign", "Hardmax")
 no_gradient("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf")
 no_gradient("Not", "And", "Or", "Xor", "BitShift", "BitwiseNot", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
-no_gradient("Shape", "Size", "NonZero", "ArgMax", "ArgMin", "NonMaxSuppression", "QuantizeLinear")
+no_gradient("Shape", "Size", "NonZero", "ArgMax", "ArgMin", "NonMaxSuppression")
 no_gradient("BitCast", "Constant", "ConstantOfShape", "EyeLike", "Bernoulli", "Multinomial")
 no_gradient("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 
@@ -155,23 +155,3 @@ def range_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     steps = op.CastLike(op.Range(0, op.Size(dy), 1), dy)
     return op.ReduceSum(dy, keepdims=0), None, op.ReduceSum(dy * steps, keepdims=0)
-
-
-@gradient("DequantizeLinear")
-def dequantize_linear_gradient(node: ForwardNode) -> Gradients:
-    """dScale = sum(dY * (X - zero_point)), over the elements that share a scale"""
-    op, dy, shape = node.op, node.grad(0), node.input(1).shape
-    if shape is None or len(shape) > 1 or not shape.is_static():
-        raise node.unsupported("a gradient towards its scale needs one scale, or a known number of them")
-    single = shape.numpy() in ((), (1,))
-    axis = 0 if single else node.attribute("axis") % node.rank()
-    x, zero_point = op.CastLike(node.input(0), dy), node.optional(2)
-    if zero_point is not None:
-        trailing = 0 if single else node.rank() - axis - 1
-        zero_point = op.CastLike(zero_point, dy)
-        x = x - (op.Unsqueeze(zero_point, list(range(1, trailing + 1))) if trailing else zero_point)
-    weighted = dy * x
-    if single:
-        return None, op.Reshape(op.ReduceSum(weighted, keepdims=0), list(shape.numpy()))
-    others = [i for i in range(node.rank()) if i != axis]
-    return None, op.ReduceSum(weighted, others, keepdims=0, noop_with_empty_axes=1)

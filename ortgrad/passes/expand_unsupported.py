@@ -63,6 +63,14 @@ def _expand_once(
     return opened
 
 
+def straight_through_nodes(
+    graph: ir.Graph, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]
+) -> list[ir.Node]:
+    """Return the nodes between the targets and the outputs that have a straight-through gradient."""
+    found = [(node, find_rule(node.op_type, node.domain)) for node in _path(graph, targets, outputs)]
+    return [node for node, rule in found if rule is not None and rule.straight_through][::-1]
+
+
 def _path(graph: ir.Graph, wrt: Iterable[ir.Value], of: Iterable[ir.Value]) -> Iterator[ir.Node]:
     """Yield the nodes between `wrt` and `of`, including those in the subgraphs of such nodes."""
     active, needed = active_values(graph, wrt), set(of)

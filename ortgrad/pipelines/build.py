@@ -12,7 +12,11 @@ from ortgrad.graph.loading import ModelLike, judging, load_model
 
 
 def build_gradient_model(
-    model: ModelLike, *, wrt: str | Sequence[str] | None = None, of: str | Sequence[str] | None = None
+    model: ModelLike,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    of: str | Sequence[str] | None = None,
+    straight_through: bool = True,
 ) -> onnx.ModelProto:
     """Return a model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
 
@@ -27,6 +31,9 @@ def build_gradient_model(
     seeded with 1; otherwise the model gets an input `<name>_grad` for each. Where a name is taken, `_2` is
     appended. A value that does not influence `of` has a gradient of zeros. So has a value if every path to
     `of` contains an operator without a gradient, and a StoppedGradientWarning is issued.
+
+    Quantized models have straight-through gradients: rounding counts as the identity, and what is outside of
+    the range has a gradient of 0. With `straight_through=False`, nodes that need them are refused.
 
     The `metadata_props` record what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as JSON
     lists of names. Raises UnsupportedGradientError, which lists all nodes that cannot be differentiated.
@@ -43,7 +50,7 @@ def build_gradient_model(
 
     proto = load_model(model)
     with judging(proto):
-        built, stopped = build(proto, names_of(wrt), names_of(of))
+        built, stopped = build(proto, names_of(wrt), names_of(of), straight_through)
     if stopped is not None:
         warnings.warn(stopped, StoppedGradientWarning, stacklevel=2)
     return built

@@ -11,19 +11,26 @@ import onnx_ir as ir
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.graph.traversal import subgraphs
+from ortgrad.passes.expand_unsupported import straight_through_nodes
 from ortgrad.pipelines.build import names_of
 from ortgrad.pipelines.gradients import plan
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A forward node, with the operators that compute its gradient or the reason why there are none."""
+    """A forward node, with the operators that compute its gradient or the reason why there are none.
+
+    `straight_through` marks nodes that round, or whose subgraphs do, and are differentiated as if they
+    did not.
+    """
 
     node: str
     operator: str
     gradient: tuple[str, ...] = ()
     reason: str = ""
     supported: bool = True
+    straight_through: bool = False
 
 
 def explain(
@@ -42,6 +49,7 @@ def explain(
         warnings.warn(planned.stopped, StoppedGradientWarning, stacklevel=2)
     backward = planned.backward
     recorded = dict(backward.visits)
+    rounding = set(straight_through_nodes(planned.model.graph, planned.targets, planned.outputs))
     failed = {failure.node: failure.reason for failure in backward.failures}
     # With failures the gradients are incomplete, so nothing can be called unused.
     used = None if failed else _live([backward.total(value) for value in planned.targets])
@@ -59,7 +67,9 @@ def explain(
                 for n in recorded[node]
                 if n.op_type != "Constant" and (used is None or n in used)
             )
-            found.append(Explanation(label, operator, made, "" if made else "the gradient passes unchanged"))
+            reason = "" if made else "the gradient passes unchanged"
+            through = node in rounding or any(n in rounding for g in subgraphs(node) for n in g.all_nodes())
+            found.append(Explanation(label, operator, made, reason, straight_through=through))
         elif rule is not None and rule.function is None and node.inputs:
             found.append(Explanation(label, operator, reason="no gradient flows through this operator"))
         else:

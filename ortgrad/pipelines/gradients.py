@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortgrad.autodiff.backward import BackwardPass, list_failures
+from ortgrad.autodiff.backward import BackwardPass, Failure, list_failures
 from ortgrad.autodiff.stopped import describe_stops
 from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets, refuse_integers
 from ortgrad.errors import NodeError, UnsupportedGradientError
@@ -22,7 +22,7 @@ from ortgrad.graph.traversal import values_by_name
 from ortgrad.passes.attach import attach, is_body
 from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
-from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
 from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
@@ -30,6 +30,11 @@ from ortgrad.passes.resolve_sequences import resolve_sequences
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
 from ortgrad.pipelines.opening import open_model, run
+
+_ROUNDS = (
+    "it rounds to integers, so its gradient is 0 almost everywhere; straight_through=False excludes the "
+    "straight-through gradient"
+)
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,21 @@ class Plan:
     stopped: str | None
 
 
-def plan(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> Plan:
+def plan(
+    source: onnx.ModelProto,
+    wrt: Sequence[str] | None,
+    of: Sequence[str] | None,
+    straight_through: bool = True,
+) -> Plan:
     """Run the backward pass; nodes that cannot be differentiated are in its `failures`."""
     planned = _plan(source, wrt, of)
-    # Declared ranks are used only if a rule needs a rank that cannot be inferred.
-    return _plan(source, wrt, of, trusting=True) if planned.backward.failures else planned
+    if planned.backward.failures:
+        # Declared ranks are used only if a rule needs a rank that cannot be inferred.
+        planned = _plan(source, wrt, of, trusting=True)
+    if not straight_through:
+        nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
+        planned.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
+    return planned
 
 
 def _plan(
@@ -105,10 +120,13 @@ def _plan(
 
 
 def build(
-    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None
+    source: onnx.ModelProto,
+    wrt: Sequence[str] | None,
+    of: Sequence[str] | None,
+    straight_through: bool = True,
 ) -> tuple[onnx.ModelProto, str | None]:
     """Return the model with gradients, and the text of the StoppedGradientWarning if there is one."""
-    planned = plan(source, wrt, of)
+    planned = plan(source, wrt, of, straight_through)
     try:
         built = _assemble(planned, source)
     except NodeError:

@@ -256,3 +256,15 @@ undefined("AttnLSTM", domain=DOMAIN, why="onnxruntime has it for one model of it
 undefined("WordConvEmbedding", domain=DOMAIN, why="onnxruntime has it for one model of its own; use Conv")
 undefined("MaxpoolWithMask", domain=DOMAIN, why="onnxruntime has it for one model of its own; use MaxPool")
 undefined("SparseToDenseMatMul", domain=DOMAIN, why="A is a sparse tensor; use MatMul")
+undefined(
+    "DynamicQuantizeLSTM",
+    "GatherBlockQuantized",
+    "MatMulFpQ4",
+    "QAttention",
+    "QEmbedLayerNormalization",
+    "QLinearReduceMean",
+    "QLinearWhere",
+    "QMoE",
+    domain=DOMAIN,
+    why="it is quantized and has no rule yet; use the model before quantization",
+)
