@@ -75,11 +75,13 @@ _idle: list[_Worker] = []
 
 
 def call_elsewhere(function: Callable[[], Result], stop: Callable[[], Any] = nullcontext) -> Result:
-    """Call a function on another thread, wait until it returns, and return its result.
+    """Call a function on a thread that handles no signals, wait until it returns, and return its result.
 
     If a signal handler raises an exception in the meantime, the context `stop()` is entered, the function is
     still awaited, and then the handler's exception is raised.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
     job = _Job(function)
     interruption: BaseException | None = None
     try:

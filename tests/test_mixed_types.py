@@ -138,7 +138,14 @@ CASES = {
     ),
 }
 # These have no two floating-point inputs of different types, or are tested below or with quantized models.
-ELSEWHERE = {"Cast", "CastLike", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear"}
+ELSEWHERE = {
+    "Cast",
+    "CastLike",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "OptionalGetElement",
+    "QuantizeLinear",
+}
 
 
 def test_every_operator_with_several_types_has_a_case() -> None:

@@ -38,7 +38,6 @@ def record_body(
                 (i, v) for i, v in enumerate(operands) if v is not None and operator.takes_floats(i)
             )
             checked = operands[main] = op.require(value, failures, what)
-            _flatten_vectors(op, call, operands)
             outputs = _wanted(call, _body(op, call, operands))
             return [
                 v if v is None or not failures or _depends(v, checked) else op.require(v, failures, what)
@@ -46,23 +45,6 @@ def record_body(
             ]
     except ValueError as error:
         raise NodeError(f"{operator.name} node {call.node!r}: {error}") from error
-
-
-def _flatten_vectors(op: Recorder, call: Call, operands: list[ir.Value | None]) -> None:
-    """Flatten integer operands that must be vectors and are not known to be.
-
-    Nodes that read only those operands run before the comparisons fail, and some kernels of onnxruntime
-    abort the process if a shape is not a vector.
-    """
-    for row in call.contract.rows:
-        value = operands[row.parameter]
-        vector = row.contents or (len(row.tokens) == 1 and not row.tokens[0].run)
-        if value is None or not vector or call.operator.takes_floats(row.parameter):
-            continue
-        if value.shape is None or len(value.shape) != 1:
-            flat = op.Reshape(value, [-1])
-            flat.type, flat.const_value = value.type, value.const_value
-            operands[row.parameter] = flat
 
 
 def _body(op: Recorder, call: Call, operands: Sequence[ir.Value | None]) -> Any:

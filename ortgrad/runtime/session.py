@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +96,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     ) -> None:
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         level = options.log_severity_level
-        model = load_model(path_or_bytes, external_data=False)
+        # NumPy and the binding of onnx make a TypeError of a KeyboardInterrupt that is raised inside of them.
+        model = call_elsewhere(lambda: load_model(path_or_bytes, external_data=False))
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
-        model = prepare_loaded(model, kernels, bodies=False)
+        loaded, chosen = model, kernels
+        model = call_elsewhere(lambda: prepare_loaded(loaded, chosen, bodies=False))
         if any(map(_is_gradient_node, all_nodes(model.graph.node))):
             register(options)
         self._monitor = Monitor(
@@ -139,11 +139,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 create(*arguments, **keywords)
             self._monitor.raise_stray()
 
-        if threading.current_thread() is threading.main_thread():
-            # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
-            call_elsewhere(owned, nullcontext)
-        else:
-            owned()
+        # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
+        call_elsewhere(owned)
 
     def run(
         self,
