@@ -25,14 +25,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ortgrad.errors import NodeError
+
 Patterns: TypeAlias = "Mapping[str, str]"
 Dims: TypeAlias = "Patterns | Callable[..., Patterns]"
 # A shape with None or a name for each unknown dimension; None if the rank is unknown.
 Known: TypeAlias = "Sequence[int | str | None] | None"
+# More than any tensor of NumPy has.
+_MOST_DIMENSIONS = 64
 
 
 def with_axis(axis: int) -> str:
     """Return the pattern of a tensor whose rank is large enough for the axis."""
+    if abs(axis) > _MOST_DIMENSIONS:
+        raise NodeError(f"axis={axis} is out of range: no tensor has so many dimensions")
     if axis < 0:
         return " ".join(["*R", *(f"D{i}" for i in range(axis, 0))]).replace("D-", "E")
     return " ".join([*(f"D{i}" for i in range(axis + 1)), "*R"])
