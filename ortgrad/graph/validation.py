@@ -51,6 +51,10 @@ SIZE_MAKERS = {
     "Reshape": 1,
     "Tile": 1,
 }
+# Attributes of convolutions and pools. onnxruntime adds them up, and some of its kernels abort the process if
+# the sum overflows.
+_WINDOWS = ("kernel_shape", "strides", "pads", "dilations", "output_padding", "output_shape")
+_LARGEST_WINDOW = 2**31
 _LONGEST_SHAPE = 64
 
 _SUB_BYTE = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
@@ -223,6 +227,8 @@ def _check_attribute(attribute: AttributeProto, fields: Sequence[tuple[Any, Any]
     present = {field.name for field, _ in fields} & _ALL_VALUES
     field = _VALUES.get(attribute.type)
     what = f"attribute {attribute.name!r}{_in(owner)}"
+    if attribute.name in _WINDOWS and any(abs(size) > _LARGEST_WINDOW for size in attribute.ints):
+        raise ModelError(f"the {what} is {list(attribute.ints)}: too large")
     if field is None:
         raise ModelError(f"the {what} is of no kind that ONNX knows")
     if attribute.ref_attr_name and not present:
