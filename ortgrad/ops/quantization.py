@@ -261,7 +261,9 @@ class _Floats:
         op, x, rank = self.op, operands[0], self.node.rank()
         first, last = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
         turned = op.Transpose(x, perm=first)
-        turned.type, turned.shape = x.type, ir.Shape([self.node.input(0).shape[i] for i in first])  # type: ignore[index]
+        shape = self.node.input(0).shape
+        assert shape is not None  # it has a rank
+        turned.type, turned.shape = x.type, ir.Shape([shape[i] for i in first])
         rest = [*operands[1:], *([] if bias is None else [bias])]
         y = getattr(op, self.definition.operator)(turned, *rest, **settings)
         y.type, y.shape = x.type, ir.Shape([None] * rank)

@@ -49,9 +49,8 @@ def _put_in_place(node: ir.Node, branch: ir.Graph, graph: ir.Graph, names: Names
     made = {value for inner in nodes for value in inner.outputs}
     values = []
     for old, new in zip(node.outputs, results, strict=True):
-        if new not in made or new.uses() or new in values:
-            # The If's output and the value inside the branch are two values: `wrt` may name the output,
-            # and its gradient has nothing to do with what the branch computes from the other.
+        if new not in made or new in values:
+            # It comes from outside the branch, or is another output as well.
             copy = ir.node("Identity", [new], name=names.fresh(f"{old.name}/Identity"))
             nodes.append(copy)
             new = copy.outputs[0]

@@ -24,12 +24,14 @@ from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
 from ortgrad.passes.fold_ifs import fold_ifs
+from ortgrad.passes.inline import inline
 from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
 from ortgrad.passes.resolve_sequences import resolve_sequences
+from ortgrad.passes.separate_targets import separate_targets
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
-from ortgrad.pipelines.opening import open_model, run
+from ortgrad.pipelines.opening import OPENING, run
 
 _ROUNDS = (
     "it rounds to integers, so its gradient is 0 almost everywhere; straight_through=False excludes the "
@@ -75,11 +77,10 @@ def _plan(
     source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
 ) -> Plan:
     """Implement `plan`; with `trusting`, ranks that the file declares are used and checked at run time."""
-    model = open_model(
-        source, lambda model: refuse_integers(model, of), inlined=lambda function: not is_body(function)
-    )
+    model = separate_targets(read(source), wrt)
+    model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
-    model = run(model, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
     graph = model.graph
     declared = infer_proven_shapes(model)
     model = pad_all_axes(model)
@@ -102,11 +103,11 @@ def _plan(
     op = Recorder(model.opset_imports[""], Names.of(model))
     backward = BackwardPass(op, list(graph), targets)
     for value in outputs:
-        if len(outputs) == 1 and _is_scalar(proven[value.name or ""], value.name in scalars):
-            backward.seed(value, _one(op, value, proven[value.name or ""] is not None))
+        shape = proven[value.name or ""]
+        if len(outputs) == 1 and _is_scalar(shape, value.name in scalars):
+            backward.seed(value, _one(op, value, shape is not None))
         else:
-            seed = ir.Value(name=op.names.fresh(f"{value.name}_grad"), type=value.type)
-            seed.shape = proven[value.name or ""]
+            seed = ir.Value(name=op.names.fresh(f"{value.name}_grad"), type=value.type, shape=shape)
             graph.inputs.append(seed)
             backward.seed(value, _checked(op, seed, value))
     # Reserved here, before the backward pass records other values under these names.

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import onnx
 import onnx_ir as ir
 
 from ortgrad.dialects.gradient_operator import expand_gradient_operator
 from ortgrad.dialects.training_nodes import adopt_training_nodes
 from ortgrad.dialects.translate import translate_training_operators
-from ortgrad.graph.serialization import read
 from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.complete import complete
-from ortgrad.passes.inline import inline
 from ortgrad.passes.opset import at_minimum_opset
 
 Pass = Callable[[ir.Model], ir.Model]
@@ -26,14 +23,6 @@ OPENING: tuple[Pass, ...] = (
     translate_training_operators,
     expand_gradient_operator,
 )
-
-
-def open_model(source: onnx.ModelProto, *first: Pass, inlined: Callable[[ir.Function], bool]) -> ir.Model:
-    """Return the model in onnx-ir, after the passes in `first` and OPENING.
-
-    Functions that `inlined` selects are inlined before that.
-    """
-    return run(inline(read(source), inlined), *first, *OPENING)
 
 
 def run(model: ir.Model, *passes: Pass) -> ir.Model:

@@ -9,18 +9,19 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.graph.inference import infer_types
-from ortgrad.graph.serialization import write
+from ortgrad.graph.serialization import read, write
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
-from ortgrad.pipelines.opening import open_model, run
+from ortgrad.passes.inline import inline
+from ortgrad.pipelines.opening import OPENING, run
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
-    model = open_model(_with_empty_tensors(source), inlined=_holds_gradients)
-    model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
+    model = inline(read(_with_empty_tensors(source)), _holds_gradients)
+    model = run(model, *OPENING, lambda model: expand(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
         model = attach(model)

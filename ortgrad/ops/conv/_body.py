@@ -68,9 +68,9 @@ def has_known_kernel(w: ir.Value) -> bool:
 
 def known_kernel(w: ir.Value) -> list[int]:
     """The size of the kernel as the shape of W tells it."""
-    if w.shape is None or not has_known_kernel(w):
+    if not has_known_kernel(w):
         raise NodeError(f"the kernel size is not known; declare the shape of {w.name!r} or give kernel_shape")
-    return [int(n) for n in w.shape[2:]]  # type: ignore[arg-type]
+    return [n for n in list(w.shape or ())[2:] if isinstance(n, int)]
 
 
 def _is_double(value: ir.Value) -> bool:
