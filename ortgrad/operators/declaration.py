@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ortgrad.errors import NodeError, RegistrationError
+from ortgrad.operators.compiled import CompiledKernel, Planner
 from ortgrad.operators.contract import Contract, Dims
 
 DOMAIN = "com.microsoft"
@@ -152,6 +153,7 @@ class Operator:
     dims: Dims
     forward_attributes: frozenset[str] = frozenset()
     body: Callable[..., Any] | None = None
+    compiled_kernel: CompiledKernel | None = None
 
     @property
     def has_optional_outputs(self) -> bool:
@@ -167,6 +169,29 @@ class Operator:
             raise RegistrationError(f"{self.name} has a body in standard ONNX already")
         self.body = body
         return body
+
+    def compiled(
+        self,
+        function: Kernel | None = None,
+        *,
+        views: Sequence[int] | None = None,
+        plan: Planner | None = None,
+    ) -> Any:
+        """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
+
+        Without arguments, the function computes one element. Otherwise it performs one task on views of the
+        tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
+        """
+        if self.compiled_kernel is not None:
+            raise RegistrationError(f"{self.name} has a compiled kernel already")
+
+        def declare(function: Kernel) -> Kernel:
+            tensors = len(self.inputs) + len(self.outputs)
+            shapes = None if views is None else tuple(views)
+            self.compiled_kernel = CompiledKernel(function, tensors, shapes, plan)
+            return function
+
+        return declare if function is None else declare(function)
 
     def __call__(self, *arrays: np.ndarray | None, **attributes: Any) -> Any:
         """Check the arrays' shapes and run the NumPy kernel for all outputs."""

@@ -34,6 +34,11 @@ def relu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     return op.Where(op.Greater(x, 0.0), dy, 0.0)
 
 
+@relu_grad.compiled
+def relu_grad_element(dy: float, x: float) -> float:
+    return dy if x > 0.0 else 0.0
+
+
 @operator("SigmoidGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
 def sigmoid_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * Y * (1 - Y)"""

@@ -12,7 +12,7 @@ from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model
 from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.declaration import find_operator
 
-Kernels = Literal["python", "onnx", "auto"]
+Kernels = Literal["python", "onnx", "compiled", "auto"]
 
 
 def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:

@@ -1,0 +1,73 @@
+"""Mathematical functions for compiled kernels, written so that loops over them can be vectorized.
+
+`exp` stands for the variant of the element type. Without Numba they are ordinary Python functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+def rint(x: float) -> float:
+    """Return the nearest integer, the even one of two."""
+    return float(round(x))
+
+
+def power_of_two(n: float) -> float:
+    """Return 2**n for an integral n in the range of the exponents of normal numbers."""
+    return math.ldexp(1.0, int(n))
+
+
+# The compiler has instructions for these.
+PRIMITIVES: dict[str, Callable[[float], float]] = {"rint": rint, "power_of_two": power_of_two}
+
+_LOG2E = 1.4426950408889634
+
+
+def exp(x: float) -> float:
+    """Return e**x."""
+    return math.exp(x)
+
+
+def _exp_single(x: float) -> float:
+    # Beyond these limits the result is 0 or infinite. A NaN passes the comparisons as a limit.
+    a = x if x > -105.0 else -105.0
+    a = a if a < 90.0 else 90.0
+    n = rint(a * _LOG2E)
+    # r = a - n log(2), with log(2) in two parts
+    r = a - n * 0.693359375
+    r = r + n * 2.12194440e-4
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    p = p * r + 8.3334519073e-3
+    p = p * r + 4.1665795894e-2
+    p = p * r + 1.6666665459e-1
+    p = p * r + 5.0000001201e-1
+    p = p * (r * r) + r + 1.0
+    half = rint(n * 0.5)
+    p = p * power_of_two(half) * power_of_two(n - half)
+    return p if x == x else x
+
+
+def _exp_double(x: float) -> float:
+    a = x if x > -750.0 else -750.0
+    a = a if a < 715.0 else 715.0
+    n = rint(a * _LOG2E)
+    r = a - n * 6.93145751953125e-1
+    r = r - n * 1.42860682030941723212e-6
+    # A rational function, as in Cephes: exp(r) = 1 + 2 r P(r^2) / (Q(r^2) - r P(r^2)).
+    s = r * r
+    p = ((1.26177193074810590878e-4 * s + 3.02994407707441961300e-2) * s + 9.99999999999999999910e-1) * r
+    q = (
+        (3.00198505138664455042e-6 * s + 2.52448340349684104192e-3) * s + 2.27265548208155028766e-1
+    ) * s + 2.00000000000000000009e0
+    y = 1.0 + 2.0 * (p / (q - p))
+    half = rint(n * 0.5)
+    y = y * power_of_two(half) * power_of_two(n - half)
+    return y if x == x else x
+
+
+# By element type.
+VARIANTS: dict[Callable[..., float], dict[str, Callable[..., float]]] = {
+    exp: {"float32": _exp_single, "float64": _exp_double},
+}

@@ -1,0 +1,129 @@
+"""Instructions for compiled code that Python has no words for. This module imports Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+WORD = types.int64
+_LLVM_TYPES = {
+    "float32": ir.FloatType(),
+    "float64": ir.DoubleType(),
+    "int32": ir.IntType(32),
+    "int64": _WORD,
+    "bool": ir.IntType(8),
+}
+
+
+@intrinsic
+def load(_: Any, address: Any) -> Any:
+    """Return the 64-bit integer at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], _WORD.as_pointer()))
+
+    return WORD(WORD), generate
+
+
+@intrinsic
+def load_double(_: Any, address: Any) -> Any:
+    """Return the double-precision number at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()))
+
+    return types.float64(WORD), generate
+
+
+@intrinsic
+def store(_: Any, address: Any, value: Any) -> Any:
+    """Write a 64-bit integer to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], builder.inttoptr(arguments[0], _WORD.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(WORD, WORD), generate
+
+
+def stack(count: int) -> Any:
+    """Return a function for the address of `count` 64-bit fields on the stack of the calling function."""
+
+    @intrinsic
+    def fields(_: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            with builder.goto_entry_block():
+                place = builder.alloca(_WORD, count)
+            return builder.ptrtoint(place, _WORD)
+
+        return WORD(), generate
+
+    return fields
+
+
+def _call(builder: Any, arguments: Any) -> Any:
+    kind = ir.FunctionType(_WORD, [_WORD] * (len(arguments) - 1)).as_pointer()
+    return builder.call(builder.inttoptr(arguments[0], kind), list(arguments[1:]))
+
+
+@intrinsic
+def call2(_: Any, address: Any, a: Any, b: Any) -> Any:
+    """Call the C function at an address. All arguments and the result are 64 bits wide."""
+    return WORD(*[WORD] * 3), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call3(_: Any, address: Any, a: Any, b: Any, c: Any) -> Any:
+    """Call a C function with three arguments."""
+    return WORD(*[WORD] * 4), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call5(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+    """Call a C function with five arguments."""
+    return WORD(*[WORD] * 6), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+def pointer_to(dtype: str) -> Any:
+    """Return a function that makes a pointer to elements of a type out of an address."""
+    # Numba has no pointers to booleans; they are bytes with the values 0 and 1.
+    numba_type = types.uint8 if dtype == "bool" else getattr(types, dtype)
+
+    @intrinsic
+    def pointer(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], _LLVM_TYPES[dtype].as_pointer())
+
+        return types.CPointer(numba_type)(WORD), generate
+
+    return pointer
+
+
+@intrinsic
+def rint(_: Any, x: Any) -> Any:
+    """Return the nearest integer as a floating-point number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        function = builder.module.declare_intrinsic("llvm.rint", [value.type])
+        return builder.call(function, [value])
+
+    return x(x), generate
+
+
+@intrinsic
+def power_of_two(_: Any, n: Any) -> Any:
+    """Return 2**n for an integral floating-point number n: it becomes the exponent of the result."""
+    bits, bias, fraction = (64, 1023, 52) if n == types.float64 else (32, 127, 23)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        integer = ir.IntType(bits)
+        exponent = builder.add(builder.fptosi(value, integer), integer(bias))
+        return builder.bitcast(builder.shl(exponent, integer(fraction)), value.type)
+
+    return n(n), generate

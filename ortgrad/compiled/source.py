@@ -1,0 +1,141 @@
+"""The source that Numba compiles for a kernel: a function `block` that performs a range of its tasks.
+
+Floating-point numbers in the text of a kernel, and global ones that it refers to, get the element type of the
+tensors: Numba would otherwise compute in double precision. So do those of the functions that it calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ortgrad.compiled import functions, layout
+from ortgrad.errors import RegistrationError
+from ortgrad.operators.compiled import CompiledKernel
+
+
+@dataclass(frozen=True)
+class Function:
+    """A Python function as text, and what its global names stand for: numbers, or other functions."""
+
+    name: str
+    text: str
+    numbers: tuple[tuple[str, int | float], ...] = ()
+    functions: tuple[tuple[str, Function], ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that determines the machine code of a kernel, besides the processor and the compiler."""
+
+    element: str  # the element type
+    kernel: Function
+    block: str  # the text of the function `block(call, i)`
+    reorders: bool  # whether sums may be computed in another order
+
+
+def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
+    """Return the source of a kernel for inputs and outputs of these element types."""
+    element = next(dtype for dtype in dtypes if dtype.startswith("float"))
+    function = _function(kernel.function, element)
+    lines = _elementwise_lines(kernel, dtypes) if kernel.elementwise else _task_lines(kernel, dtypes)
+    block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
+    return Source(element, function, block, reorders=not kernel.elementwise)
+
+
+def _function(function: Callable[..., Any], element: str) -> Function:
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+    except OSError as error:
+        raise RegistrationError(f"the source of the kernel {function.__name__} cannot be read") from error
+    tree = ast.parse(text).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    tree.name, tree.decorator_list, tree.returns = "function", [], None
+    for argument in tree.args.args:
+        argument.annotation = None
+    if ast.get_docstring(tree) is not None:
+        del tree.body[0]
+    variables = inspect.getclosurevars(function)
+    named = {**variables.globals, **variables.nonlocals}
+    numbers = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+    called = {}
+    for name, value in named.items():
+        chosen = functions.VARIANTS[value][element] if value in functions.VARIANTS.keys() else value
+        if inspect.isfunction(chosen) and chosen not in functions.PRIMITIVES.values():
+            called[name] = _function(chosen, element)
+    typed = _Typed({name for name, value in numbers.items() if isinstance(value, float)})
+    text = ast.unparse(ast.fix_missing_locations(typed.visit(tree)))
+    return Function(function.__name__, text, tuple(sorted(numbers.items())), tuple(sorted(called.items())))
+
+
+class _Typed(ast.NodeTransformer):
+    """Gives floating-point numbers, and the names of such numbers, the element type."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:  # noqa: N802
+        return _element(node) if isinstance(node.value, float) else node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802
+        return _element(node) if node.id in self._names else node
+
+
+def _element(value: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name("Element", ast.Load()), [value], [])
+
+
+_RANGE = (
+    f"plan = load(call + {8 * layout.CALL_PLAN})",
+    f"tasks = load(plan + {8 * layout.TASKS})",
+    f"blocks = load(plan + {8 * layout.BLOCKS})",
+    "start = tasks * i // blocks",
+    "stop = tasks * (i + 1) // blocks",
+)
+
+
+def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
+    """Return lines that compute the elements from start to stop; the last tensor is the result."""
+    lines = ["count = stop - start"]
+    for i, dtype in enumerate(dtypes):
+        address = f"{_tensor(i)} + start * {layout.ITEM_SIZES[dtype]}"
+        lines.append(f"t{i} = carray(pointer_to_{dtype}({address}), (count,))")
+    numbers = _numbers(kernel, layout.VIEWS)
+    last = len(dtypes) - 1
+    arguments = ", ".join([*(f"t{i}[k]" for i in range(last)), *numbers])
+    return [*lines, *numbers.values(), "for k in range(count):", f"    t{last}[k] = kernel({arguments})"]
+
+
+def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
+    """Return lines that perform the tasks from start to stop on views of the tensors."""
+    assert kernel.views is not None
+    lines, place = [], layout.VIEWS
+    for i, (dtype, rank) in enumerate(zip(dtypes, kernel.views, strict=True)):
+        sizes = "".join(f"{_field(place + k)}, " for k in range(rank))
+        lines.append(f"t{i} = carray(pointer_to_{dtype}({_tensor(i)}), ({sizes}))")
+        place += rank
+    numbers = _numbers(kernel, place)
+    arguments = ", ".join(["task", *(f"t{i}" for i in range(len(dtypes))), *numbers])
+    failed = f"store(call + {8 * layout.CALL_FAILED}, 1)"
+    call = [f"    if kernel({arguments}):", f"        {failed}"] if kernel.may_fail else [f"    kernel({arguments})"]
+    return [*lines, *numbers.values(), "for task in range(start, stop):", *call]
+
+
+def _numbers(kernel: CompiledKernel, place: int) -> dict[str, str]:
+    """Return the variables for the kernel's numbers, each with the line that loads it."""
+    return {
+        f"n{i}": f"n{i} = " + (f"Element(load_double(plan + {8 * (place + i)}))" if real else _field(place + i))
+        for i, real in enumerate(kernel.numbers.values())
+    }
+
+
+def _field(place: int) -> str:
+    return f"load(plan + {8 * place})"
+
+
+def _tensor(i: int) -> str:
+    return f"load(call + {8 * (layout.TENSORS + i)})"

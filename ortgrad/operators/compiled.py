@@ -1,0 +1,89 @@
+"""What an operator declares about its compiled kernel; the compiler itself is in ortgrad.compiled.
+
+A compiled kernel is a Python function that Numba can compile. For an element-wise operator, whose tensors all
+have one shape, it computes one element:
+
+    @relu_grad.compiled
+    def relu_grad_element(dy: float, x: float) -> float:
+        return dy if x > 0 else 0.0
+
+For other operators it performs one of several independent tasks. It receives the number of the task and a view of
+every input and output. A plan, made in Python for each new combination of shapes, says how many tasks there are
+and how the tensors are viewed:
+
+    def rows(dy, y, dx, *, axis):
+        shape = math.prod(y[:-1]), y[-1]
+        return Plan(tasks=shape[0], views=[shape] * 3)
+
+    @softmax_grad.compiled(views=[2, 2, 2], plan=rows)
+    def softmax_grad_row(row: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
+        ...
+
+Both may have further parameters, annotated as int or float: attributes, or numbers of the plan. Floating-point
+numbers in the text of the function have the element type of the tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ortgrad.errors import RegistrationError
+
+
+class Plan(NamedTuple):
+    """How a compiled kernel runs on tensors of certain shapes."""
+
+    tasks: int
+    # The shape in which the kernel sees every input and output; one without elements if it is absent.
+    views: Sequence[Sequence[int]]
+    # Further arguments of the kernel.
+    numbers: Mapping[str, int | float] = {}
+    # The number of elementary operations, by which tasks are distributed to threads. By default the number of
+    # elements of all views.
+    work: int = 0
+
+
+# Takes the shape of every input and output (None if it is absent) and the attributes as keywords. It returns None
+# if the kernel does not support the case; the NumPy kernel then computes it.
+Planner = Callable[..., "Plan | None"]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledKernel:
+    """A function for Numba, and what is needed to call it."""
+
+    function: Callable[..., Any]
+    tensors: int
+    # The number of dimensions of every view; None for an element-wise kernel.
+    views: tuple[int, ...] | None = None
+    plan: Planner | None = None
+
+    def __post_init__(self) -> None:
+        found = len(inspect.signature(self.function).parameters)
+        expected = self.tensors - 1 if self.elementwise else self.tensors + 1
+        if found < expected or (self.views is not None and len(self.views) != self.tensors):
+            raise RegistrationError(
+                f"the compiled kernel {self.function.__name__} must take {expected} parameters or more, "
+                "and have a view for every input and output"
+            )
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the function computes one element."""
+        return self.views is None
+
+    @cached_property
+    def numbers(self) -> dict[str, bool]:
+        """The names of the parameters after the tensors; true for those that are floating-point numbers."""
+        first = self.tensors - 1 if self.elementwise else self.tensors + 1
+        parameters = list(inspect.signature(self.function).parameters.values())[first:]
+        return {p.name: p.annotation in (float, "float") for p in parameters}
+
+    @cached_property
+    def may_fail(self) -> bool:
+        """Whether the function returns True if it fails; the NumPy kernel then reports why."""
+        return inspect.signature(self.function).return_annotation in (bool, "bool")

@@ -1,0 +1,126 @@
+"""The memory of a node's compiled kernel: its state, and plans for the shapes that it has met.
+
+Compiled code finds the plan of a call by the shapes of the inputs. For new shapes it calls Python, which checks
+them as for the NumPy kernel and makes a plan, so a kernel never runs on shapes that have not been checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ortgrad.compiled import layout, machine_code
+from ortgrad.operators.call import Call
+from ortgrad.operators.compiled import CompiledKernel, Plan
+from ortgrad.runtime.evaluate import declared_shapes
+
+# Elementary operations for which starting another thread pays off, and the limit of blocks.
+_WORK_PER_BLOCK = 1 << 15
+_MOST_BLOCKS = 64
+
+
+class State:
+    """The state of a kernel in native memory; `address` is what onnxruntime passes to the kernel."""
+
+    def __init__(self, api: int, python: int, owner: object) -> None:
+        self._fields = np.zeros(layout.STATE_SIZE, np.int64)
+        self._fields[layout.STATE_API] = api
+        self._fields[layout.STATE_PYTHON] = python
+        self._fields[layout.STATE_OBJECT] = id(owner)
+        self._plans: list[np.ndarray] = []
+        self._kernel: CompiledKernel | None = None
+
+    @property
+    def address(self) -> int:
+        return self._fields.ctypes.data
+
+    def use(self, kernel: CompiledKernel, call: Call, block: int) -> None:
+        """Make the node run a compiled kernel."""
+        contents = {row.parameter for row in call.contract.rows if row.contents}
+        self._kernel = kernel
+        self._fields[layout.STATE_INPUTS] = len(call.operator.inputs)
+        self._fields[layout.STATE_OUTPUTS] = len(call.operator.outputs)
+        self._fields[layout.STATE_CONTENTS] = sum(1 << i for i in contents)
+        self._fields[layout.STATE_BLOCK] = block
+
+    def run(self, context: int, call: Call, inputs: Sequence[np.ndarray]) -> bool:
+        """Run the compiled kernel on inputs for which there is no plan yet; returns whether it could.
+
+        Raises ValueError for inputs that violate the operator's contract.
+        """
+        if self._kernel is None:
+            return False
+        plan = _make_plan(self._kernel, call, inputs)
+        if plan is None:
+            return False
+        count = len(self._plans)
+        if count < layout.MOST_PLANS:
+            self._plans.append(plan)
+            # In this order: other threads may look for plans meanwhile.
+            self._fields[layout.STATE_PLANS + 1 + count] = plan.ctypes.data
+            self._fields[layout.STATE_PLANS] = count + 1
+        return _perform()(self.address, context, plan.ctypes.data) == 0
+
+
+@functools.cache
+def _perform() -> Callable[[int, int, int], int]:
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(machine_code.entry().perform)
+
+
+def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the plan for inputs of these shapes; None if the kernel does not support them."""
+    arrays = [array if real else None for array, real in zip(inputs, call.present, strict=True)]
+    call.contract.check_arrays(arrays)
+    declared = declared_shapes(call, inputs)
+    if any(_is_unknown(shape) for shape, wanted in zip(declared, call.wanted, strict=True) if wanted):
+        return None
+    outputs = [tuple(shape) if wanted else None for shape, wanted in zip(declared, call.wanted, strict=True)]
+    given = [None if array is None else array.shape for array in arrays]
+    made = kernel.plan(*given, *outputs, **call.attributes) if kernel.plan else _elementwise_plan(given)
+    if made is None:
+        return None
+    key: list[int] = []
+    contents = {row.parameter for row in call.contract.rows if row.contents}
+    for i, array in enumerate(inputs):
+        key += (array.ndim, *array.shape)
+        if i in contents:
+            key += array.tolist()
+    shapes: list[int] = []
+    for shape in outputs:
+        shapes += (1, 0) if shape is None else (len(shape), *shape)
+    if len(key) > layout.KEY_SIZE or max((len(s) for s in outputs if s), default=0) > layout.MOST_DIMENSIONS:
+        return None
+    numbers = {**call.attributes, **made.numbers}
+    block = [
+        made.tasks,
+        _blocks(made),
+        *(size for view in made.views for size in view),
+        *(_bits(float(numbers[name])) if real else int(numbers[name]) for name, real in kernel.numbers.items()),
+    ]
+    begin = layout.PLAN_FIELDS + len(key)
+    return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *block], np.int64)
+
+
+def _elementwise_plan(shapes: Sequence[Sequence[int] | None]) -> Plan:
+    size = math.prod(shapes[0] or ())
+    return Plan(size, [], work=size * (len(shapes) + 1))
+
+
+def _blocks(plan: Plan) -> int:
+    """Return the number of blocks. It depends on the shapes only, so results do not depend on threads."""
+    work = plan.work or sum(math.prod(view) for view in plan.views)
+    return min(plan.tasks, max(1, work // _WORK_PER_BLOCK), _MOST_BLOCKS)
+
+
+def _is_unknown(shape: Sequence[int | str | None] | None) -> bool:
+    return shape is None or not all(isinstance(size, (int, np.integer)) for size in shape)
+
+
+def _bits(number: float) -> int:
+    (bits,) = struct.unpack("q", struct.pack("d", number))
+    return int(bits)
