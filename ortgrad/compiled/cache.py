@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that each is compiled once per machine.
 
-A file is named after a digest of all that determines its contents, and begins with a digest of the rest. It is
-written beside its place and renamed, so several processes may write it at once, and none reads half of it.
+A file is named after a digest of all that determines its contents, and begins with a digest of the rest. It
+is written beside its place and renamed: several processes may write it at once, and none reads half of it.
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+import numpy as np
 from numba import cfunc, njit, types
+from numba.core.errors import NumbaError
 
 from ortgrad.compiled import entry, instructions, processor
+from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.source import Function, Source
+from ortgrad.errors import RegistrationError
 
 _WORD = types.int64
 # Results with NaN and infinities must be those of the NumPy kernels, so only these liberties are allowed:
@@ -47,9 +50,12 @@ def python_block(source: Source) -> Callable[..., Any]:
 
 def compile_function(function: Function, element: str, flags: set[str], *, checked: bool = False) -> Any:
     """Return the function, with those that it calls, for Numba; with `checked`, indices are checked."""
-    names: dict[str, Any] = dict(function.numbers)
-    names.update(Element=getattr(numba, element), math=math, rint=instructions.rint)
-    names.update(power_of_two=instructions.power_of_two)
+    real = np.dtype(element).type
+    names: dict[str, Any] = {
+        name: tuple(map(real, value)) if isinstance(value, tuple) else value
+        for name, value in function.numbers
+    }
+    names.update({name: getattr(instructions, name) for name in PRIMITIVES}, Element=getattr(numba, element))
     for name, called in function.functions:
         # The mathematical functions rely on the order of their operations.
         names[name] = compile_function(called, element, _FUSE, checked=checked)
@@ -68,13 +74,19 @@ def _execute(text: str, name: str, names: Mapping[str, Any]) -> Any:
 
 
 def _object_code(function: Callable[..., Any], signature: Any, flags: set[str]) -> bytes:
-    compiled = cfunc(signature, error_model="numpy", fastmath=flags)(function)
+    try:
+        compiled = cfunc(signature, error_model="numpy", fastmath=flags)(function)
+    except NumbaError as error:
+        raise RegistrationError(f"Numba cannot compile the kernel: {error}") from error
     module = llvm.parse_assembly(compiled.inspect_llvm())
     missing = {
         f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")
     } - processor.SYMBOLS
     if missing:
-        raise ValueError(f"the kernel calls functions that compiled code cannot: {', '.join(sorted(missing))}")
+        raise RegistrationError(
+            f"a compiled kernel cannot call {', '.join(sorted(missing))}: it must not raise exceptions or "
+            "allocate arrays, and must take mathematical functions from ortgrad.compiled.functions"
+        )
     for f in module.functions:
         if f.name == compiled._wrapper_name:
             f.name = processor.NAME

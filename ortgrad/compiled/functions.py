@@ -1,12 +1,12 @@
-"""Mathematical functions for compiled kernels, written so that loops over them can be vectorized.
-
-`exp` stands for the variant of the element type. Without Numba they are ordinary Python functions.
-"""
+"""Functions for compiled kernels, written so that loops over them can be vectorized."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 
 def rint(x: float) -> float:
@@ -19,15 +19,43 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def double(x: float) -> float:
+    """Return a number in double precision, for sums."""
+    return float(x)
+
+
+def doubles() -> np.ndarray:
+    """Return SUMS numbers in double precision, whose values are undefined; valid until the task ends."""
+    return np.empty(SUMS)
+
+
+SUMS = 256
 # The compiler has instructions for these.
-PRIMITIVES: dict[str, Callable[[float], float]] = {"rint": rint, "power_of_two": power_of_two}
+PRIMITIVES: dict[str, Callable[..., Any]] = {
+    "rint": rint,
+    "power_of_two": power_of_two,
+    "double": double,
+    "doubles": doubles,
+}
+
+
+class ByType:
+    """A number, a tuple of numbers or a function that depends on the element type of the tensors.
+
+    A kernel uses it as if it were the one for its own element type.
+    """
+
+    def __init__(self, float32: Any, float64: Any) -> None:
+        self._values = {"float32": float32, "float64": float64}
+
+    def __getitem__(self, element: str) -> Any:
+        return self._values[element]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._values["float64"](*arguments)
+
 
 _LOG2E = 1.4426950408889634
-
-
-def exp(x: float) -> float:
-    """Return e**x."""
-    return math.exp(x)
 
 
 def _exp_single(x: float) -> float:
@@ -67,7 +95,4 @@ def _exp_double(x: float) -> float:
     return y if x == x else x
 
 
-# By element type.
-VARIANTS: dict[Callable[..., float], dict[str, Callable[..., float]]] = {
-    exp: {"float32": _exp_single, "float64": _exp_double},
-}
+exp: Callable[[float], float] = ByType(_exp_single, _exp_double)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.extending import intrinsic
+
+from ortgrad.compiled.functions import SUMS
 
 _WORD = ir.IntType(64)
 WORD = types.int64
@@ -127,3 +129,23 @@ def power_of_two(_: Any, n: Any) -> Any:
         return builder.bitcast(builder.shl(exponent, integer(fraction)), value.type)
 
     return n(n), generate
+
+
+@intrinsic
+def double(_: Any, x: Any) -> Any:
+    """Return a number in double precision."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.cast(builder, arguments[0], signature.args[0], types.float64)
+
+    return types.float64(x), generate
+
+
+_sums = stack(SUMS)
+_pointer_to_double = pointer_to("float64")
+
+
+@njit(error_model="numpy", forceinline=True)
+def doubles() -> Any:
+    """Return an array of double-precision numbers on the stack of the calling function."""
+    return carray(_pointer_to_double(_sums()), (SUMS,))

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 STATE_API, STATE_PYTHON, STATE_OBJECT, STATE_BLOCK, STATE_INPUTS, STATE_OUTPUTS, STATE_CONTENTS = range(7)
 STATE_PLANS = 7
-MOST_PLANS = 16
+MOST_PLANS = 256
 STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
 
 PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_FIELDS = range(4)
@@ -41,7 +41,7 @@ TASKS, BLOCKS, VIEWS = range(3)
 
 CALL_PLAN, CALL_FAILED, TENSORS = range(3)
 
-# Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements that belong to a key.
+# Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements in a key.
 MOST_TENSORS = 40
 MOST_DIMENSIONS = 8
 MOST_CONTENTS = 8

@@ -6,11 +6,13 @@ import functools
 import importlib.metadata
 import importlib.util
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ortgrad.compiled import cache
+from ortgrad.compiled.progress import Progress
 from ortgrad.compiled.source import Source, source_of
 from ortgrad.operators.compiled import CompiledKernel
 
@@ -19,6 +21,7 @@ _PARTS = ("compiler.py", "entry.py", "instructions.py", "layout.py", "processor.
 
 _lock = threading.RLock()
 _loaded: dict[str, int] = {}
+_progress = Progress()
 
 
 class Entry(NamedTuple):
@@ -29,26 +32,31 @@ class Entry(NamedTuple):
 
 
 @functools.cache
-def is_available() -> bool:
+def is_installed() -> bool:
     """Return whether kernels can be compiled: Numba is installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("numba", "llvmlite"))
 
 
-def entry() -> Entry:
-    """Return the functions that all compiled kernels share."""
-    return Entry(*(_address(f"entry {name}", functools.partial(_compile_entry, name)) for name in Entry._fields))
+@functools.cache
+def entry() -> Entry | None:
+    """Return the functions that all compiled kernels share; None without a Numba that works."""
+    if not is_installed():
+        return None
+    try:
+        return Entry(*(_address(name, functools.partial(_compile_entry, name)) for name in Entry._fields))
+    except ImportError as error:
+        # Numba refuses to be imported beside releases of NumPy that it does not know.
+        warnings.warn(f"kernels are not compiled: {error}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 def block(kernel: CompiledKernel, dtypes: Sequence[str]) -> int:
-    """Return the address of a kernel's block for inputs and outputs of these element types."""
+    """Return the address of a kernel's block for inputs and outputs of these element types.
+
+    Raises RegistrationError if Numba cannot compile the kernel.
+    """
     source = _source(kernel, tuple(dtypes))
-    return _address(repr(source), lambda: _compile_block(source))
-
-
-def is_compiled(kernel: CompiledKernel, dtypes: Sequence[str]) -> bool:
-    """Return whether a kernel need not be compiled any more."""
-    key = _key(repr(_source(kernel, tuple(dtypes))))
-    return key in _loaded or cache.read(key) is not None
+    return _address(f"{kernel.function.__name__} {source}", lambda: _compile_block(source))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,7 +72,8 @@ def _address(text: str, compile_code: Callable[[], bytes]) -> int:
         if key not in _loaded:
             code = cache.read(key)
             if code is None:
-                code = compile_code()
+                with _progress.compiling(text.partition(" ")[0]):
+                    code = compile_code()
                 cache.write(key, code)
             _loaded[key] = processor.load(code)
         return _loaded[key]

@@ -13,8 +13,14 @@ import llvmlite.binding as llvm
 NAME = "ortgrad"
 # Functions that compiled code may refer to: those of the wrapper that Numba puts around each function for
 # exceptions, which kernels do not raise, and those of the C library.
-_PYTHON = ("PyErr_Clear", "PyErr_SetNone", "PyErr_SetString", "PyErr_WriteUnraisable")
-_PYTHON += ("PyUnicode_FromString", "Py_DecRef")
+_PYTHON = (
+    "PyErr_Clear",
+    "PyErr_SetNone",
+    "PyErr_SetString",
+    "PyErr_WriteUnraisable",
+    "PyUnicode_FromString",
+    "Py_DecRef",
+)
 _RENAMED = {
     "numba_gil_ensure": "PyGILState_Ensure",
     "numba_gil_release": "PyGILState_Release",

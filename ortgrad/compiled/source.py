@@ -11,11 +11,13 @@ import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ortgrad.compiled import functions, layout
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.compiled import CompiledKernel
+
+Number: TypeAlias = "int | float | tuple[float, ...]"
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Function:
 
     name: str
     text: str
-    numbers: tuple[tuple[str, int | float], ...] = ()
+    numbers: tuple[tuple[str, Number], ...] = ()
     functions: tuple[tuple[str, Function], ...] = ()
 
 
@@ -60,13 +62,16 @@ def _function(function: Callable[..., Any], element: str) -> Function:
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
     variables = inspect.getclosurevars(function)
-    named = {**variables.globals, **variables.nonlocals}
-    numbers = {name: value for name, value in named.items() if isinstance(value, (int, float))}
-    called = {}
-    for name, value in named.items():
-        chosen = functions.VARIANTS[value][element] if value in functions.VARIANTS.keys() else value
-        if inspect.isfunction(chosen) and chosen not in functions.PRIMITIVES.values():
-            called[name] = _function(chosen, element)
+    named = {
+        name: value[element] if isinstance(value, functions.ByType) else value
+        for name, value in {**variables.globals, **variables.nonlocals}.items()
+    }
+    numbers = {name: value for name, value in named.items() if isinstance(value, (int, float, tuple))}
+    called = {
+        name: _function(value, element)
+        for name, value in named.items()
+        if inspect.isfunction(value) and value not in functions.PRIMITIVES.values()
+    }
     typed = _Typed({name for name, value in numbers.items() if isinstance(value, float)})
     text = ast.unparse(ast.fix_missing_locations(typed.visit(tree)))
     return Function(function.__name__, text, tuple(sorted(numbers.items())), tuple(sorted(called.items())))
@@ -78,10 +83,10 @@ class _Typed(ast.NodeTransformer):
     def __init__(self, names: set[str]) -> None:
         self._names = names
 
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:  # noqa: N802
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
         return _element(node) if isinstance(node.value, float) else node
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return _element(node) if node.id in self._names else node
 
 
@@ -121,14 +126,19 @@ def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
     numbers = _numbers(kernel, place)
     arguments = ", ".join(["task", *(f"t{i}" for i in range(len(dtypes))), *numbers])
     failed = f"store(call + {8 * layout.CALL_FAILED}, 1)"
-    call = [f"    if kernel({arguments}):", f"        {failed}"] if kernel.may_fail else [f"    kernel({arguments})"]
+    call = (
+        [f"    if kernel({arguments}):", f"        {failed}"]
+        if kernel.may_fail
+        else [f"    kernel({arguments})"]
+    )
     return [*lines, *numbers.values(), "for task in range(start, stop):", *call]
 
 
 def _numbers(kernel: CompiledKernel, place: int) -> dict[str, str]:
     """Return the variables for the kernel's numbers, each with the line that loads it."""
     return {
-        f"n{i}": f"n{i} = " + (f"Element(load_double(plan + {8 * (place + i)}))" if real else _field(place + i))
+        f"n{i}": f"n{i} = "
+        + (f"Element(load_double(plan + {8 * (place + i)}))" if real else _field(place + i))
         for i, real in enumerate(kernel.numbers.values())
     }
 

@@ -7,9 +7,9 @@ have one shape, it computes one element:
     def relu_grad_element(dy: float, x: float) -> float:
         return dy if x > 0 else 0.0
 
-For other operators it performs one of several independent tasks. It receives the number of the task and a view of
-every input and output. A plan, made in Python for each new combination of shapes, says how many tasks there are
-and how the tensors are viewed:
+For other operators it performs one of several independent tasks. It receives the number of the task and a
+view of every input and output. A plan, made in Python for each new combination of shapes, says how many tasks
+there are and how the tensors are viewed:
 
     def rows(dy, y, dx, *, axis):
         shape = math.prod(y[:-1]), y[-1]
@@ -19,13 +19,16 @@ and how the tensors are viewed:
     def softmax_grad_row(row: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
         ...
 
-Both may have further parameters, annotated as int or float: attributes, or numbers of the plan. Floating-point
-numbers in the text of the function have the element type of the tensors.
+Both may have further parameters, annotated as int or float: attributes, or numbers of the plan.
+Floating-point numbers in the text of the function have the element type of the tensors. An inner loop is
+vectorized if its counter alone is the last index: take a slice of the row (`y[row, first:last]`) before it.
+A task that returns a bool fails if that is true, and the NumPy kernel says why.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,8 +50,15 @@ class Plan(NamedTuple):
     work: int = 0
 
 
-# Takes the shape of every input and output (None if it is absent) and the attributes as keywords. It returns None
-# if the kernel does not support the case; the NumPy kernel then computes it.
+def elementwise_plan(shape: Sequence[int]) -> Plan:
+    """Return the plan of an element-wise kernel."""
+    size = math.prod(shape)
+    # Two inputs and an output are typical.
+    return Plan(size, [], work=3 * size)
+
+
+# Takes the shape of every input and output (None if it is absent) and the attributes as keywords. It returns
+# None if the kernel does not support the case; the NumPy kernel then computes it.
 Planner = Callable[..., "Plan | None"]
 
 

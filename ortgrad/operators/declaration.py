@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -40,6 +40,7 @@ PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
 
 Shape = tuple["int | str | None", ...]
 Kernel = Callable[..., Any]
+Function = TypeVar("Function", bound=Kernel)
 # empty(i, shape) returns an uninitialized array for output i, in the output's own memory.
 Empty = Callable[[int, Sequence[int]], np.ndarray]
 Way = Literal["python", "onnx"]
@@ -170,13 +171,21 @@ class Operator:
         self.body = body
         return body
 
+    @overload
+    def compiled(self, function: Function) -> Function: ...
+
+    @overload
+    def compiled(
+        self, *, views: Sequence[int] | None = None, plan: Planner | None = None
+    ) -> Callable[[Function], Function]: ...
+
     def compiled(
         self,
-        function: Kernel | None = None,
+        function: Function | None = None,
         *,
         views: Sequence[int] | None = None,
         plan: Planner | None = None,
-    ) -> Any:
+    ) -> Function | Callable[[Function], Function]:
         """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
 
         Without arguments, the function computes one element. Otherwise it performs one task on views of the
@@ -185,7 +194,7 @@ class Operator:
         if self.compiled_kernel is not None:
             raise RegistrationError(f"{self.name} has a compiled kernel already")
 
-        def declare(function: Kernel) -> Kernel:
+        def declare(function: Function) -> Function:
             tensors = len(self.inputs) + len(self.outputs)
             shapes = None if views is None else tuple(views)
             self.compiled_kernel = CompiledKernel(function, tensors, shapes, plan)

@@ -34,11 +34,10 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        if kernels == "onnx":
+        runs_compiled = operator.compiled_kernel is not None and machine_code.is_installed()
+        by_body = operator.body and operator.auto == "onnx" and not runs_compiled
+        if kernels == "onnx" or (kernels != "python" and by_body):
             return True
-        if kernels in ("auto", "compiled") and operator.body and operator.auto == "onnx":
-            if operator.compiled_kernel is None or not machine_code.is_available():
-                return True
         # onnxruntime-extensions refuses these element types, even beside a function body.
         types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype]
         return any(t.numpy().name not in PYTHON_TYPES for t in types)

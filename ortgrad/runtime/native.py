@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ortgrad.compiled import machine_code
-from ortgrad.errors import ModelError
+from ortgrad.errors import ModelError, RegistrationError
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
 from ortgrad.runtime import entrance
@@ -111,8 +111,9 @@ def _callbacks() -> dict[str, int]:
     # For the same reason, these objects are never freed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object((functions, entrances, _operators)))
     addresses = {name: address_of(function) for name, function in functions.items()}
-    if machine_code.is_available():
-        addresses["KernelComputeV2"] = machine_code.entry().compute
+    entry = machine_code.entry()
+    if entry is not None:
+        addresses["KernelComputeV2"] = entry.compute
     return addresses
 
 
@@ -196,7 +197,7 @@ class _Kernel(Entrances):
         self._call = call  # or why there is none
         self._owner = None if owner is None else weakref.ref(owner)
         self._state: State | None = None
-        if machine_code.is_available():
+        if machine_code.entry() is not None:
             self._state = State(api.address, address_of(_python_compute()), self)
             if owner is None or owner.compiles:
                 self._compile(self._state)
@@ -211,7 +212,13 @@ class _Kernel(Entrances):
         compiled = self._native.operator.compiled_kernel
         if compiled is not None and isinstance(self._call, Call):
             dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
-            state.use(compiled, self._call, machine_code.block(compiled, dtypes))
+            try:
+                block = machine_code.block(compiled, dtypes)
+            except RegistrationError as error:
+                # The node fails with this reason when it runs.
+                self._call = error
+            else:
+                state.use(compiled, self._call, block)
 
     def _entrance(self) -> Callable[[int], int | None]:
         """Return a C function that stores the context in a list, resumes a generator and calls its result."""

@@ -1,7 +1,7 @@
 """The memory of a node's compiled kernel: its state, and plans for the shapes that it has met.
 
-Compiled code finds the plan of a call by the shapes of the inputs. For new shapes it calls Python, which checks
-them as for the NumPy kernel and makes a plan, so a kernel never runs on shapes that have not been checked.
+Compiled code finds the plan of a call by the shapes of the inputs. For new shapes it calls Python, which
+checks them as for the NumPy kernel and makes a plan, so no kernel runs on shapes that have not been checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from ortgrad.compiled import layout, machine_code
 from ortgrad.operators.call import Call
-from ortgrad.operators.compiled import CompiledKernel, Plan
+from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
 from ortgrad.runtime.evaluate import declared_shapes
 
 # Elementary operations for which starting another thread pays off, and the limit of blocks.
@@ -69,7 +69,9 @@ class State:
 
 @functools.cache
 def _perform() -> Callable[[int, int, int], int]:
-    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(machine_code.entry().perform)
+    entry = machine_code.entry()
+    assert entry is not None  # else there are no states
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(entry.perform)
 
 
 def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -81,7 +83,9 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
         return None
     outputs = [tuple(shape) if wanted else None for shape, wanted in zip(declared, call.wanted, strict=True)]
     given = [None if array is None else array.shape for array in arrays]
-    made = kernel.plan(*given, *outputs, **call.attributes) if kernel.plan else _elementwise_plan(given)
+    made = (
+        kernel.plan(*given, *outputs, **call.attributes) if kernel.plan else elementwise_plan(given[0] or ())
+    )
     if made is None:
         return None
     key: list[int] = []
@@ -100,15 +104,13 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
         made.tasks,
         _blocks(made),
         *(size for view in made.views for size in view),
-        *(_bits(float(numbers[name])) if real else int(numbers[name]) for name, real in kernel.numbers.items()),
+        *(
+            _bits(float(numbers[name])) if real else int(numbers[name])
+            for name, real in kernel.numbers.items()
+        ),
     ]
     begin = layout.PLAN_FIELDS + len(key)
     return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *block], np.int64)
-
-
-def _elementwise_plan(shapes: Sequence[Sequence[int] | None]) -> Plan:
-    size = math.prod(shapes[0] or ())
-    return Plan(size, [], work=size * (len(shapes) + 1))
 
 
 def _blocks(plan: Plan) -> int:
