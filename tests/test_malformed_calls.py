@@ -28,7 +28,7 @@ from ortgrad.operators.assertions import REQUIRES, explain
 from ortgrad.operators.declaration import Parameter, all_operators, find_operator
 
 Arrays = dict[str, np.ndarray]
-WAYS = ("python", "onnx", "auto")
+WAYS = ("python", "onnx", "auto", "compiled")
 # What the model says of its inputs: the ranks, or nothing at all.
 RANKS = ("symbolic", "undeclared")
 HUGE = 2**40

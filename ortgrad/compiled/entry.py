@@ -1,8 +1,8 @@
 """The compiled function that onnxruntime calls for every node (KernelComputeV2). Numba compiles this module.
 
 It reads the shapes of the inputs, looks for the plan that was made for them, allocates the outputs and
-performs the blocks of the plan, on onnxruntime's threads if there are several. Whatever is out of the ordinary
-is left to the Python function of the kernel: shapes without a plan, a failing task, an error of onnxruntime.
+performs the blocks of the plan, on onnxruntime's threads if there are several. Whatever is out of the
+ordinary is left to the Python function of the kernel: shapes without a plan, a failing task, an error.
 """
 
 from __future__ import annotations
