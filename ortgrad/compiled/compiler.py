@@ -43,7 +43,10 @@ def python_block(source: Source) -> Callable[..., Any]:
         load=instructions.load,
         load_double=instructions.load_double,
         store=instructions.store,
-        kernel=compile_function(source.kernel, source.element, _flags(source)),
+        **{
+            f"phase{i}": compile_function(function, source.element, _flags(source))
+            for i, function in enumerate(source.phases)
+        },
     )
     return _execute(source.block, "block", names)
 
@@ -55,7 +58,12 @@ def compile_function(function: Function, element: str, flags: set[str], *, check
         name: tuple(map(real, value)) if isinstance(value, tuple) else value
         for name, value in function.numbers
     }
-    names.update({name: getattr(instructions, name) for name in PRIMITIVES}, Element=getattr(numba, element))
+    names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
+    names.update(
+        Element=getattr(numba, element),
+        allocate=instructions.allocator(element),
+        allocate_integers=instructions.allocator("int64"),
+    )
     for name, called in function.functions:
         # The mathematical functions rely on the order of their operations.
         names[name] = compile_function(called, element, _FUSE, checked=checked)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit
 
 from ortgrad.compiled import layout
-from ortgrad.compiled.instructions import call2, call3, call5, load, stack, store
+from ortgrad.compiled.instructions import call2, call3, call5, free, load, malloc, stack, store
 
 # Places in OrtApi.
 _DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
@@ -26,7 +26,10 @@ _INPUTS, _OUTPUTS, _CONTENTS, _PLANS = (
 _PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
     8 * place for place in (layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_FIELDS)
 )
-_TENSORS, _FAILED, _BLOCKS = 8 * layout.TENSORS, 8 * layout.CALL_FAILED, 8 * layout.BLOCKS
+_TENSORS, _PHASE, _FAILED = 8 * layout.TENSORS, 8 * layout.CALL_PHASE, 8 * layout.CALL_FAILED
+_PHASES, _SCRATCH_COUNT, _SCRATCH_BYTES, _PHASE_FIELDS = (
+    8 * place for place in (layout.PHASES, layout.SCRATCH_COUNT, layout.SCRATCH_BYTES, layout.PHASE_FIELDS)
+)
 _MOST_DIMENSIONS, _MOST_CONTENTS = layout.MOST_DIMENSIONS, layout.MOST_CONTENTS
 _key_fields = stack(layout.KEY_SIZE)
 _call_fields = stack(layout.TENSORS + layout.MOST_TENSORS)
@@ -105,14 +108,31 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
     part = plan + 8 * load(plan + _PLAN_BLOCK)
     store(call, part)
     store(call + _FAILED, 0)
-    blocks = load(part + _BLOCKS)
-    if blocks == 1:
-        call2(load(state + _BLOCK), call, 0)
-    elif blocks > 1:
-        status = call5(load(api + _PARALLEL_FOR), context, load(state + _BLOCK), blocks, 0, call)
-        if _fails(api, status):
+    phases, size, memory = load(part + _PHASES), load(part + _SCRATCH_BYTES), 0
+    if size > 0:
+        memory = malloc(size)
+        if memory == 0:
             return False
-    return load(call + _FAILED) == 0
+        first = inputs + load(state + _OUTPUTS)
+        for i in range(load(part + _SCRATCH_COUNT)):
+            place = load(part + _PHASE_FIELDS + 16 * phases + 8 * i)
+            store(call + _TENSORS + 8 * (first + i), memory + place)
+    succeeded = True
+    for phase in range(phases):
+        store(call + _PHASE, phase)
+        blocks = load(part + _PHASE_FIELDS + 16 * phase + 8)
+        if blocks == 1:
+            call2(load(state + _BLOCK), call, 0)
+        elif blocks > 1:
+            status = call5(load(api + _PARALLEL_FOR), context, load(state + _BLOCK), blocks, 0, call)
+            if _fails(api, status):
+                succeeded = False
+        if not succeeded or load(call + _FAILED) != 0:
+            succeeded = False
+            break
+    if size > 0:
+        free(memory)
+    return succeeded
 
 
 def compute(state: int, context: int) -> int:

@@ -29,6 +29,23 @@ def doubles() -> np.ndarray:
     return np.empty(SUMS)
 
 
+def allocate(count: int) -> np.ndarray:
+    """Return an array of the element type, whose values are undefined; empty if there is no memory.
+
+    A task must release it.
+    """
+    return np.empty(count)
+
+
+def allocate_integers(count: int) -> np.ndarray:
+    """Return an array of integers, as `allocate`."""
+    return np.empty(count, np.int64)
+
+
+def release(array: np.ndarray) -> None:
+    """Release an array that was allocated."""
+
+
 SUMS = 256
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
@@ -36,6 +53,9 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "power_of_two": power_of_two,
     "double": double,
     "doubles": doubles,
+    "allocate": allocate,
+    "allocate_integers": allocate_integers,
+    "release": release,
 }
 
 

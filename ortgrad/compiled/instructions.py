@@ -6,9 +6,11 @@ from typing import Any
 
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ortgrad.compiled.functions import SUMS
+from ortgrad.compiled.layout import ITEM_SIZES
 
 _WORD = ir.IntType(64)
 WORD = types.int64
@@ -141,6 +143,29 @@ def double(_: Any, x: Any) -> Any:
     return types.float64(x), generate
 
 
+@intrinsic
+def malloc(_: Any, size: Any) -> Any:
+    """Return the address of new memory; 0 if there is none."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "malloc"), arguments)
+
+    return WORD(WORD), generate
+
+
+@intrinsic
+def free(_: Any, address: Any) -> Any:
+    """Release memory of malloc."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_WORD])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "free"), arguments)
+        return context.get_dummy_value()
+
+    return types.void(WORD), generate
+
+
 _sums = stack(SUMS)
 _pointer_to_double = pointer_to("float64")
 
@@ -149,3 +174,24 @@ _pointer_to_double = pointer_to("float64")
 def doubles() -> Any:
     """Return an array of double-precision numbers on the stack of the calling function."""
     return carray(_pointer_to_double(_sums()), (SUMS,))
+
+
+_pointers = {"float32": pointer_to("float32"), "float64": _pointer_to_double, "int64": pointer_to("int64")}
+
+
+def allocator(dtype: str) -> Any:
+    """Return a function that allocates an array of a type."""
+    pointer, size = _pointers[dtype], ITEM_SIZES[dtype]
+
+    @njit(error_model="numpy", forceinline=True)
+    def allocate(count: int) -> Any:
+        address = malloc(count * size)
+        return carray(pointer(address), (count if address != 0 else 0,))
+
+    return allocate
+
+
+@njit(error_model="numpy", forceinline=True)
+def release(array: Any) -> None:
+    """Release the memory of an array that was allocated."""
+    free(array.ctypes.data)

@@ -18,14 +18,19 @@ A plan says how the kernel runs on certain shapes:
     PLAN_BLOCK      place of the part that `block` reads (below)
     PLAN_FIELDS     the key: for each input the rank, the sizes and, if they belong to the key, the elements
 
-    TASKS, BLOCKS   number of tasks, and of blocks into which they are divided
-    VIEWS           the sizes of all views, then the numbers
+    PHASES          number of phases; one begins when the tasks of the previous one are done
+    SCRATCH_COUNT   number of scratch tensors
+    SCRATCH_BYTES   size of the memory of all of them
+    PHASE_FIELDS    for each phase the number of tasks, and of blocks into which they are divided;
+                    then the place of each scratch tensor in the memory, in bytes;
+                    then the sizes of all views, then the numbers
 
 A call is what `block` receives:
 
     CALL_PLAN       address of the second part of the plan
+    CALL_PHASE      number of the phase
     CALL_FAILED     set to 1 by a task that fails
-    TENSORS         addresses of the data of all inputs and outputs
+    TENSORS         addresses of the data of all inputs, outputs and scratch tensors
 """
 
 from __future__ import annotations
@@ -37,9 +42,9 @@ STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
 
 PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_FIELDS = range(4)
 
-TASKS, BLOCKS, VIEWS = range(3)
+PHASES, SCRATCH_COUNT, SCRATCH_BYTES, PHASE_FIELDS = range(4)
 
-CALL_PLAN, CALL_FAILED, TENSORS = range(3)
+CALL_PLAN, CALL_PHASE, CALL_FAILED, TENSORS = range(4)
 
 # Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements in a key.
 MOST_TENSORS = 40

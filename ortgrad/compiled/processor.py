@@ -26,7 +26,7 @@ _RENAMED = {
     "numba_gil_release": "PyGILState_Release",
     "NRT_MemInfo_call_dtor": "Py_IsInitialized",  # never called: kernels allocate no memory
 }
-_C = ("memcpy", "memset", "memmove")
+_C = ("malloc", "free", "memcpy", "memset", "memmove")
 SYMBOLS = frozenset((*_PYTHON, *_RENAMED, *_C))
 
 _lock = threading.Lock()

@@ -35,7 +35,7 @@ class Source:
     """All that determines the machine code of a kernel, besides the processor and the compiler."""
 
     element: str  # the element type
-    kernel: Function
+    phases: tuple[Function, ...]
     block: str  # the text of the function `block(call, i)`
     reorders: bool  # whether sums may be computed in another order
 
@@ -43,10 +43,13 @@ class Source:
 def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     """Return the source of a kernel for inputs and outputs of these element types."""
     element = next(dtype for dtype in dtypes if dtype.startswith("float"))
-    function = _function(kernel.function, element)
-    lines = _elementwise_lines(kernel, dtypes) if kernel.elementwise else _task_lines(kernel, dtypes)
+    phases = tuple(_function(function, element) for function in kernel.phases)
+    if kernel.elementwise:
+        lines = _elementwise_lines(kernel, dtypes)
+    else:
+        lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)])
     block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
-    return Source(element, function, block, reorders=not kernel.elementwise)
+    return Source(element, phases, block, reorders=not kernel.elementwise)
 
 
 def _function(function: Callable[..., Any], element: str) -> Function:
@@ -96,8 +99,9 @@ def _element(value: ast.expr) -> ast.expr:
 
 _RANGE = (
     f"plan = load(call + {8 * layout.CALL_PLAN})",
-    f"tasks = load(plan + {8 * layout.TASKS})",
-    f"blocks = load(plan + {8 * layout.BLOCKS})",
+    f"phase = load(call + {8 * layout.CALL_PHASE})",
+    f"tasks = load(plan + {8 * layout.PHASE_FIELDS} + 16 * phase)",
+    f"blocks = load(plan + {8 * layout.PHASE_FIELDS} + 16 * phase + 8)",
     "start = tasks * i // blocks",
     "stop = tasks * (i + 1) // blocks",
 )
@@ -109,29 +113,34 @@ def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[st
     for i, dtype in enumerate(dtypes):
         address = f"{_tensor(i)} + start * {layout.ITEM_SIZES[dtype]}"
         lines.append(f"t{i} = carray(pointer_to_{dtype}({address}), (count,))")
-    numbers = _numbers(kernel, layout.VIEWS)
+    numbers = _numbers(kernel, _views_place(kernel))
     last = len(dtypes) - 1
     arguments = ", ".join([*(f"t{i}[k]" for i in range(last)), *numbers])
-    return [*lines, *numbers.values(), "for k in range(count):", f"    t{last}[k] = kernel({arguments})"]
+    return [*lines, *numbers.values(), "for k in range(count):", f"    t{last}[k] = phase0({arguments})"]
 
 
 def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
     """Return lines that perform the tasks from start to stop on views of the tensors."""
     assert kernel.views is not None
-    lines, place = [], layout.VIEWS
-    for i, (dtype, rank) in enumerate(zip(dtypes, kernel.views, strict=True)):
+    lines, place = [], _views_place(kernel)
+    for i, (dtype, rank) in enumerate(zip(dtypes, (*kernel.views, *kernel.scratch), strict=True)):
         sizes = "".join(f"{_field(place + k)}, " for k in range(rank))
         lines.append(f"t{i} = carray(pointer_to_{dtype}({_tensor(i)}), ({sizes}))")
         place += rank
     numbers = _numbers(kernel, place)
     arguments = ", ".join(["task", *(f"t{i}" for i in range(len(dtypes))), *numbers])
-    failed = f"store(call + {8 * layout.CALL_FAILED}, 1)"
-    call = (
-        [f"    if kernel({arguments}):", f"        {failed}"]
-        if kernel.may_fail
-        else [f"    kernel({arguments})"]
-    )
-    return [*lines, *numbers.values(), "for task in range(start, stop):", *call]
+    lines += numbers.values()
+    for i, function in enumerate(kernel.phases):
+        call = f"phase{i}({arguments})"
+        if may_fail(function):
+            call = f"if {call}: store(call + {8 * layout.CALL_FAILED}, 1)"
+        lines += [f"if phase == {i}:", "    for task in range(start, stop):", f"        {call}"]
+    return lines
+
+
+def _views_place(kernel: CompiledKernel) -> int:
+    """Return the place of the sizes of the views in a plan."""
+    return layout.PHASE_FIELDS + 2 * len(kernel.phases) + len(kernel.scratch)
 
 
 def _numbers(kernel: CompiledKernel, place: int) -> dict[str, str]:

@@ -23,6 +23,9 @@ Both may have further parameters, annotated as int or float: attributes, or numb
 Floating-point numbers in the text of the function have the element type of the tensors. An inner loop is
 vectorized if its counter alone is the last index: take a slice of the row (`y[row, first:last]`) before it.
 A task that returns a bool fails if that is true, and the NumPy kernel says why.
+
+A second function, `first`, may perform tasks that must be done before those of the kernel begin. It takes the
+same parameters. Both may take scratch tensors of the element type, after the outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from ortgrad.errors import RegistrationError
 class Plan(NamedTuple):
     """How a compiled kernel runs on tensors of certain shapes."""
 
-    tasks: int
+    # The number of tasks; with `first`, that of its tasks and that of the kernel's.
+    tasks: int | tuple[int, int]
     # The shape in which the kernel sees every input and output; one without elements if it is absent.
     views: Sequence[Sequence[int]]
     # Further arguments of the kernel.
@@ -48,6 +52,8 @@ class Plan(NamedTuple):
     # The number of elementary operations, by which tasks are distributed to threads. By default the number of
     # elements of all views.
     work: int = 0
+    # The shapes of the scratch tensors.
+    scratch: Sequence[Sequence[int]] = ()
 
 
 def elementwise_plan(shape: Sequence[int]) -> Plan:
@@ -71,10 +77,14 @@ class CompiledKernel:
     # The number of dimensions of every view; None for an element-wise kernel.
     views: tuple[int, ...] | None = None
     plan: Planner | None = None
+    # The function of the tasks that are performed before.
+    first: Callable[..., Any] | None = None
+    # The number of dimensions of every scratch tensor.
+    scratch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         found = len(inspect.signature(self.function).parameters)
-        expected = self.tensors - 1 if self.elementwise else self.tensors + 1
+        expected = self._count_of_arguments()
         if found < expected or (self.views is not None and len(self.views) != self.tensors):
             raise RegistrationError(
                 f"the compiled kernel {self.function.__name__} must take {expected} parameters or more, "
@@ -89,11 +99,19 @@ class CompiledKernel:
     @cached_property
     def numbers(self) -> dict[str, bool]:
         """The names of the parameters after the tensors; true for those that are floating-point numbers."""
-        first = self.tensors - 1 if self.elementwise else self.tensors + 1
-        parameters = list(inspect.signature(self.function).parameters.values())[first:]
+        parameters = list(inspect.signature(self.function).parameters.values())[self._count_of_arguments() :]
         return {p.name: p.annotation in (float, "float") for p in parameters}
 
-    @cached_property
-    def may_fail(self) -> bool:
-        """Whether the function returns True if it fails; the NumPy kernel then reports why."""
-        return inspect.signature(self.function).return_annotation in (bool, "bool")
+    @property
+    def phases(self) -> tuple[Callable[..., Any], ...]:
+        """The functions in the order in which their tasks are performed."""
+        return (self.function,) if self.first is None else (self.first, self.function)
+
+    def _count_of_arguments(self) -> int:
+        """Return the number of parameters before the numbers."""
+        return self.tensors - 1 if self.elementwise else self.tensors + len(self.scratch) + 1
+
+
+def may_fail(function: Callable[..., Any]) -> bool:
+    """Return whether a task returns True if it fails; the NumPy kernel then reports why."""
+    return inspect.signature(function).return_annotation in (bool, "bool")

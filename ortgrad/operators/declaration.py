@@ -176,7 +176,12 @@ class Operator:
 
     @overload
     def compiled(
-        self, *, views: Sequence[int] | None = None, plan: Planner | None = None
+        self,
+        *,
+        views: Sequence[int] | None = None,
+        plan: Planner | None = None,
+        first: Kernel | None = None,
+        scratch: Sequence[int] = (),
     ) -> Callable[[Function], Function]: ...
 
     def compiled(
@@ -185,11 +190,14 @@ class Operator:
         *,
         views: Sequence[int] | None = None,
         plan: Planner | None = None,
+        first: Kernel | None = None,
+        scratch: Sequence[int] = (),
     ) -> Function | Callable[[Function], Function]:
         """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
 
         Without arguments, the function computes one element. Otherwise it performs one task on views of the
         tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
+        `first` performs tasks before those, and `scratch` gives the dimensions of tensors for the results.
         """
         if self.compiled_kernel is not None:
             raise RegistrationError(f"{self.name} has a compiled kernel already")
@@ -197,7 +205,7 @@ class Operator:
         def declare(function: Function) -> Function:
             tensors = len(self.inputs) + len(self.outputs)
             shapes = None if views is None else tuple(views)
-            self.compiled_kernel = CompiledKernel(function, tensors, shapes, plan)
+            self.compiled_kernel = CompiledKernel(function, tensors, shapes, plan, first, tuple(scratch))
             return function
 
         return declare if function is None else declare(function)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ortgrad.compiled import layout, machine_code
 from ortgrad.operators.call import Call
-from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
+from ortgrad.operators.compiled import CompiledKernel, elementwise_plan
 from ortgrad.runtime.evaluate import declared_shapes
 
 # Elementary operations for which starting another thread pays off, and the limit of blocks.
 _WORK_PER_BLOCK = 1 << 15
 _MOST_BLOCKS = 64
+_ALIGNMENT = 64
 
 
 class State:
@@ -83,9 +83,10 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
         return None
     outputs = [tuple(shape) if wanted else None for shape, wanted in zip(declared, call.wanted, strict=True)]
     given = [None if array is None else array.shape for array in arrays]
-    made = (
-        kernel.plan(*given, *outputs, **call.attributes) if kernel.plan else elementwise_plan(given[0] or ())
-    )
+    if kernel.plan is None:
+        made: Plan | None = elementwise_plan(given[0] or ())
+    else:
+        made = kernel.plan(*given, *outputs, **call.attributes)
     if made is None:
         return None
     key: list[int] = []
@@ -99,24 +100,39 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
         shapes += (1, 0) if shape is None else (len(shape), *shape)
     if len(key) > layout.KEY_SIZE or max((len(s) for s in outputs if s), default=0) > layout.MOST_DIMENSIONS:
         return None
-    numbers = {**call.attributes, **made.numbers}
-    block = [
-        made.tasks,
-        _blocks(made),
-        *(size for view in made.views for size in view),
-        *(
-            _bits(float(numbers[name])) if real else int(numbers[name])
-            for name, real in kernel.numbers.items()
-        ),
-    ]
     begin = layout.PLAN_FIELDS + len(key)
-    return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *block], np.int64)
+    fields = _block_fields(kernel, made, {**call.attributes, **made.numbers}, _float_size(inputs))
+    return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *fields], np.int64)
 
 
-def _blocks(plan: Plan) -> int:
-    """Return the number of blocks. It depends on the shapes only, so results do not depend on threads."""
+def _block_fields(
+    kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, int | float], item: int
+) -> list[int]:
+    """Return the part of a plan that `block` reads; `item` is the size of an element in bytes."""
+    tasks = plan.tasks if isinstance(plan.tasks, tuple) else (plan.tasks,)
     work = plan.work or sum(math.prod(view) for view in plan.views)
-    return min(plan.tasks, max(1, work // _WORK_PER_BLOCK), _MOST_BLOCKS)
+    places = [0]
+    for shape in plan.scratch:
+        places.append(places[-1] + -(-math.prod(shape) * item // _ALIGNMENT) * _ALIGNMENT)
+    return [
+        len(tasks),
+        len(plan.scratch),
+        places[-1],
+        *(number for count in tasks for number in (count, _blocks(count, work))),
+        *places[:-1],
+        *(size for view in (*plan.views, *plan.scratch) for size in view),
+        *(_bits(numbers[name]) if real else int(numbers[name]) for name, real in kernel.numbers.items()),
+    ]
+
+
+def _float_size(inputs: Sequence[np.ndarray]) -> int:
+    """Return the size of an element of the first floating-point input."""
+    return next(array.itemsize for array in inputs if array.dtype.kind == "f")
+
+
+def _blocks(tasks: int, work: int) -> int:
+    """Return the number of blocks. It depends on the shapes only, so results do not depend on threads."""
+    return min(tasks, max(1, work // _WORK_PER_BLOCK), _MOST_BLOCKS)
 
 
 def _is_unknown(shape: Sequence[int | str | None] | None) -> bool:
