@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from ortgrad.compiled import functions, layout
 from ortgrad.errors import RegistrationError
-from ortgrad.operators.compiled import CompiledKernel
+from ortgrad.operators.compiled import CompiledKernel, may_fail
 
 Number: TypeAlias = "int | float | tuple[float, ...]"
 

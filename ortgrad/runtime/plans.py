@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ortgrad.compiled import layout, machine_code
 from ortgrad.operators.call import Call
-from ortgrad.operators.compiled import CompiledKernel, elementwise_plan
+from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
 from ortgrad.runtime.evaluate import declared_shapes
 
 # Elementary operations for which starting another thread pays off, and the limit of blocks.
