@@ -145,11 +145,16 @@ def _views_place(kernel: CompiledKernel) -> int:
 
 def _numbers(kernel: CompiledKernel, place: int) -> dict[str, str]:
     """Return the variables for the kernel's numbers, each with the line that loads it."""
-    return {
-        f"n{i}": f"n{i} = "
-        + (f"Element(load_double(plan + {8 * (place + i)}))" if real else _field(place + i))
-        for i, real in enumerate(kernel.numbers.values())
-    }
+    lines = {}
+    for i, kind in enumerate(kernel.numbers.values()):
+        if kind == "array":
+            # Its place, in bytes, and its length.
+            value = f"carray(pointer_to_int64(plan + {_field(place)}), ({_field(place + 1)},))"
+        else:
+            value = f"Element(load_double(plan + {8 * place}))" if kind == "float" else _field(place)
+        lines[f"n{i}"] = f"n{i} = {value}"
+        place += 2 if kind == "array" else 1
+    return lines
 
 
 def _field(place: int) -> str:

@@ -19,7 +19,8 @@ there are and how the tensors are viewed:
     def softmax_grad_row(row: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
         ...
 
-Both may have further parameters, annotated as int or float: attributes, or numbers of the plan.
+Both may have further parameters, annotated as int or float: attributes, or numbers of the plan. A parameter
+annotated as np.ndarray is a list of integers of the plan.
 Floating-point numbers in the text of the function have the element type of the tensors. An inner loop is
 vectorized if its counter alone is the last index: take a slice of the row (`y[row, first:last]`) before it.
 A task that returns a bool fails if that is true, and the NumPy kernel says why.
@@ -47,8 +48,8 @@ class Plan(NamedTuple):
     tasks: int | tuple[int, int]
     # The shape in which the kernel sees every input and output; one without elements if it is absent.
     views: Sequence[Sequence[int]]
-    # Further arguments of the kernel.
-    numbers: Mapping[str, int | float] = {}
+    # Further arguments of the kernel: numbers, and lists of integers, which it sees as arrays.
+    numbers: Mapping[str, int | float | Sequence[int]] = {}
     # The number of elementary operations, by which tasks are distributed to threads. By default the number of
     # elements of all views.
     work: int = 0
@@ -66,6 +67,9 @@ def elementwise_plan(shape: Sequence[int]) -> Plan:
 # Takes the shape of every input and output (None if it is absent) and the attributes as keywords. It returns
 # None if the kernel does not support the case; the NumPy kernel then computes it.
 Planner = Callable[..., "Plan | None"]
+
+
+_KINDS = {float: "float", "float": "float", int: "int", "int": "int", inspect.Parameter.empty: "int"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +101,10 @@ class CompiledKernel:
         return self.views is None
 
     @cached_property
-    def numbers(self) -> dict[str, bool]:
-        """The names of the parameters after the tensors; true for those that are floating-point numbers."""
+    def numbers(self) -> dict[str, str]:
+        """The names of the parameters after the tensors, with their types: "float", "int" or "array"."""
         parameters = list(inspect.signature(self.function).parameters.values())[self._count_of_arguments() :]
-        return {p.name: p.annotation in (float, "float") for p in parameters}
+        return {p.name: _KINDS.get(p.annotation, "array") for p in parameters}
 
     @property
     def phases(self) -> tuple[Callable[..., Any], ...]:

@@ -11,6 +11,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -102,28 +103,36 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
     if len(key) > layout.KEY_SIZE or max((len(s) for s in outputs if s), default=0) > layout.MOST_DIMENSIONS:
         return None
     begin = layout.PLAN_FIELDS + len(key)
-    fields = _block_fields(kernel, made, {**call.attributes, **made.numbers}, _float_size(inputs))
+    numbers: dict[str, Any] = {**call.attributes, **made.numbers}
+    fields = _block_fields(kernel, made, numbers, _float_size(inputs))
     return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *fields], np.int64)
 
 
-def _block_fields(
-    kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, int | float], item: int
-) -> list[int]:
+def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any], item: int) -> list[int]:
     """Return the part of a plan that `block` reads; `item` is the size of an element in bytes."""
     tasks = plan.tasks if isinstance(plan.tasks, tuple) else (plan.tasks,)
     work = plan.work or sum(math.prod(view) for view in plan.views)
     places = [0]
     for shape in plan.scratch:
         places.append(places[-1] + -(-math.prod(shape) * item // _ALIGNMENT) * _ALIGNMENT)
-    return [
+    fields = [
         len(tasks),
         len(plan.scratch),
         places[-1],
         *(number for count in tasks for number in (count, _blocks(count, work))),
         *places[:-1],
         *(size for view in (*plan.views, *plan.scratch) for size in view),
-        *(_bits(numbers[name]) if real else int(numbers[name]) for name, real in kernel.numbers.items()),
     ]
+    arrays: list[int] = []
+    end = len(fields) + sum(2 if kind == "array" else 1 for kind in kernel.numbers.values())
+    for name, kind in kernel.numbers.items():
+        value = numbers[name]
+        if kind == "array":
+            fields += (8 * (end + len(arrays)), len(value))
+            arrays += value
+        else:
+            fields.append(_bits(value) if kind == "float" else int(value))
+    return [*fields, *arrays]
 
 
 def _float_size(inputs: Sequence[np.ndarray]) -> int:

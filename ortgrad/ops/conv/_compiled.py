@@ -1,0 +1,403 @@
+"""ConvGrad for Numba, without columns: every tap of the kernel reads the same padded row at another place.
+
+A channel is copied into a box: the padded input, divided by the strides into components so that one step of a
+window is one element, and flattened. Let E be dY in a box of the same pitch with zeros around it, and X_r the
+component r of X. With k the flattened position, and o(t) and r(t) the offset and the component of tap t,
+
+    dW[m, c, t] = sum over k of E[m, k] X_r(t)[c, k + o(t)]
+    dX_r[c, k] = sum over m, and over t with r(t) = r, of W[m, c, t] E[m, k - o(t)]
+
+so both gradients are sums over long contiguous rows. The products with the zeros around dY must vanish, so
+the NumPy kernel takes over if X or W contain NaN or infinities.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.compiled.functions import allocate, double, release
+from ortgrad.operators.compiled import Plan
+from ortgrad.ops._windows import windows
+
+if TYPE_CHECKING:
+    Sizes = tuple[int, ...]
+
+# Elements of a row that are worked on at once: some rows of this length fit into the nearest cache.
+_CHUNK = 1024
+# The most filters of a task for dW; with fewer tasks than this, they are divided.
+_FILTERS, _FEW = 256, 8
+
+# Places in `geometry`: first what has three numbers, one per dimension.
+_OUTPUT, _SIZE, _STRIDE, _HEAD, _BOX = 0, 3, 6, 9, 12
+_GROUPS = 15
+_LEAD = 16  # zeros before the first element of dY in its box
+_EMBEDDED = 17  # whether dY is copied into boxes
+_DX_TASKS, _DW_TASKS = 18, 19
+_CHANNELS_OF_TASK, _FILTERS_OF_TASK = 20, 21  # for dW
+
+
+def plan(
+    dy: Sizes, x: Sizes, w: Sizes, dx: Sizes | None, dw: Sizes | None, db: Sizes | None, **attributes: Any
+) -> Plan | None:
+    """Return the plan; None for tensors without elements, and for more than three spatial dimensions."""
+    group, rank = attributes.pop("group"), len(x) - 2
+    attributes.pop("kernel_shape")
+    win = windows(x[2:], w[2:], **attributes)
+    if dy[2:] != win.outputs or rank > 3 or not math.prod(x) * math.prod(w):
+        return None
+    ones, zeros = (1,) * (3 - rank), (0,) * (3 - rank)
+    sizes, outputs, strides = ones + win.sizes, ones + win.outputs, ones + win.strides
+    heads, tails = zeros + win.heads, zeros + win.tails
+    box = [-(-(n + a + b) // s) for n, a, b, s in zip(sizes, heads, tails, strides, strict=True)]
+    pitches = box[1] * box[2], box[2], 1
+    components, offsets = [], []
+    for tap in itertools.product(*map(range, ones + win.kernel)):
+        reach = [k * d for k, d in zip(tap, ones + win.dilations, strict=True)]
+        parts = [r % s for r, s in zip(reach, strides, strict=True)]
+        components.append((parts[0] * strides[1] + parts[1]) * strides[2] + parts[2])
+        offsets.append(sum(r // s * p for r, s, p in zip(reach, strides, pitches, strict=True)))
+    taps = sorted(range(len(offsets)), key=lambda t: components[t])
+    firsts = [sum(c < i for c in components) for i in range(math.prod(strides) + 1)]
+    lead = max(offsets)
+    embedded = lead > 0 or tuple(box[1:]) != outputs[1:]
+    samples, (filters, channels) = x[0], w[:2]
+    # A task for dW has a multiple of three columns, if possible.
+    channels_of_task, filters_of_task = 3 if len(taps) % 3 else 1, _FILTERS
+    blocks = group * -(-channels // channels_of_task)
+    while blocks * -(-filters // group // filters_of_task) < _FEW and filters_of_task > 4:
+        filters_of_task //= 2
+    dx_tasks = 0 if dx is None else samples * group * -(-channels // 4)
+    dw_tasks = 0 if dw is None else blocks * -(-filters // group // filters_of_task)
+    scalars = group, lead, int(embedded), dx_tasks, dw_tasks, channels_of_task, filters_of_task
+    flat = [(*shape[:2], math.prod(shape[2:])) for shape in (dy, x, w)]
+    return Plan(
+        tasks=(samples * filters if embedded else 0, dx_tasks + dw_tasks + (filters if db else 0)),
+        views=[*flat, flat[1] if dx else (0, 0, 0), flat[2] if dw else (0, 0, 0), db or (0,)],
+        numbers={
+            "geometry": [*outputs, *sizes, *strides, *heads, *box, *scalars],
+            "components": components,
+            "offsets": offsets,
+            "taps": taps,
+            "firsts": firsts,
+        },
+        work=samples * math.prod(w) * math.prod(outputs) // 8,
+        scratch=[(samples * filters if embedded else 0, lead + math.prod(box))],
+    )
+
+
+def embed(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    dw: np.ndarray,
+    db: np.ndarray,
+    boxes: np.ndarray,
+    geometry: np.ndarray,
+    components: np.ndarray,
+    offsets: np.ndarray,
+    taps: np.ndarray,
+    firsts: np.ndarray,
+) -> None:
+    """Copy one channel of dY into its box."""
+    box, values = boxes[task], dy[task // dy.shape[1], task % dy.shape[1]]
+    for k in range(len(box)):
+        box[k] = 0.0
+    rows, width = geometry[_OUTPUT + 1], geometry[_OUTPUT + 2]
+    for i in range(geometry[_OUTPUT] * rows):
+        start = geometry[_LEAD] + (i // rows * geometry[_BOX + 1] + i % rows) * geometry[_BOX + 2]
+        to, row = box[start : start + width], values[i * width : (i + 1) * width]
+        for k in range(width):
+            to[k] = row[k]
+
+
+def conv_grad_task(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    dw: np.ndarray,
+    db: np.ndarray,
+    boxes: np.ndarray,
+    geometry: np.ndarray,
+    components: np.ndarray,
+    offsets: np.ndarray,
+    taps: np.ndarray,
+    firsts: np.ndarray,
+) -> bool:
+    """Compute dX of four channels of a sample, dW of some channels and filters, or dB of a filter."""
+    if task < geometry[_DX_TASKS]:
+        return _channels_task(task, dy, w, dx, boxes, geometry, offsets, taps, firsts)
+    task -= geometry[_DX_TASKS]
+    if task < geometry[_DW_TASKS]:
+        return _weights_task(task, dy, x, w, dw, boxes, geometry, components, offsets, len(firsts) - 1)
+    task -= geometry[_DW_TASKS]
+    total = double(0.0)
+    for sample in range(dy.shape[0]):
+        values = dy[sample, task]
+        for k in range(len(values)):
+            total += double(values[k])
+    db[task] = total
+    return False
+
+
+def _row(dy: np.ndarray, boxes: np.ndarray, sample: int, m: int) -> np.ndarray:
+    """A channel of dY in its box."""
+    return boxes[sample * dy.shape[1] + m] if len(boxes) > 0 else dy[sample, m]
+
+
+def _channels_task(
+    task: int,
+    dy: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    boxes: np.ndarray,
+    geometry: np.ndarray,
+    offsets: np.ndarray,
+    taps: np.ndarray,
+    firsts: np.ndarray,
+) -> bool:
+    """Compute dX of up to four channels of a sample."""
+    groups, channels, filters = geometry[_GROUPS], w.shape[1], w.shape[0] // geometry[_GROUPS]
+    quads = (channels + 3) // 4
+    sample, group, channel = task // (groups * quads), task // quads % groups, task % quads * 4
+    count = min(4, channels - channel)
+    length = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
+    sums = allocate(4 * length)
+    if len(sums) == 0:
+        return True
+    finite = True
+    for component in range(len(firsts) - 1):
+        own = taps[firsts[component] : firsts[component + 1]]
+        for start in range(0, length, _CHUNK):
+            n = min(_CHUNK, length - start)
+            for i in range(count):
+                to = sums[i * length + start : i * length + start + n]
+                for k in range(n):
+                    to[k] = 0.0
+            place, terms = geometry[_LEAD] + start, filters * len(own)
+            for term in range(0, terms - terms % 4, 4):
+                m0, t0 = group * filters + term // len(own), own[term % len(own)]
+                m1, t1 = group * filters + (term + 1) // len(own), own[(term + 1) % len(own)]
+                m2, t2 = group * filters + (term + 2) // len(own), own[(term + 2) % len(own)]
+                m3, t3 = group * filters + (term + 3) // len(own), own[(term + 3) % len(own)]
+                d0 = _row(dy, boxes, sample, m0)[place - offsets[t0] :]
+                d1 = _row(dy, boxes, sample, m1)[place - offsets[t1] :]
+                d2 = _row(dy, boxes, sample, m2)[place - offsets[t2] :]
+                d3 = _row(dy, boxes, sample, m3)[place - offsets[t3] :]
+                w0, w1 = w[m0, channel : channel + count, t0], w[m1, channel : channel + count, t1]
+                w2, w3 = w[m2, channel : channel + count, t2], w[m3, channel : channel + count, t3]
+                if count == 4:
+                    finite = _add_to_four(sums[start:], length, n, d0, d1, d2, d3, w0, w1, w2, w3) and finite
+                    continue
+                for i in range(count):
+                    to, a0, a1, a2, a3 = sums[i * length + start :], w0[i], w1[i], w2[i], w3[i]
+                    finite = finite and (a0 + a1 + a2 + a3) * 0.0 == 0.0
+                    for k in range(n):
+                        to[k] += a0 * d0[k] + a1 * d1[k] + a2 * d2[k] + a3 * d3[k]
+            for term in range(terms - terms % 4, terms):
+                m0, t0 = group * filters + term // len(own), own[term % len(own)]
+                d0 = _row(dy, boxes, sample, m0)[place - offsets[t0] :]
+                for i in range(count):
+                    to, a0 = sums[i * length + start :], w[m0, channel + i, t0]
+                    finite = finite and a0 * 0.0 == 0.0
+                    for k in range(n):
+                        to[k] += a0 * d0[k]
+        for i in range(count):
+            _copy(dx[sample, group * channels + channel + i], sums[i * length :], component, geometry, False)
+    release(sums)
+    return not finite
+
+
+def _add_to_four(
+    sums: np.ndarray,
+    length: int,
+    n: int,
+    d0: np.ndarray,
+    d1: np.ndarray,
+    d2: np.ndarray,
+    d3: np.ndarray,
+    w0: np.ndarray,
+    w1: np.ndarray,
+    w2: np.ndarray,
+    w3: np.ndarray,
+) -> bool:
+    """Add the products of four rows with four weights each to the sums; return whether these are finite."""
+    o0, o1, o2, o3 = sums, sums[length:], sums[2 * length :], sums[3 * length :]
+    a0, a1, a2, a3 = w0[0], w1[0], w2[0], w3[0]
+    b0, b1, b2, b3 = w0[1], w1[1], w2[1], w3[1]
+    c0, c1, c2, c3 = w0[2], w1[2], w2[2], w3[2]
+    e0, e1, e2, e3 = w0[3], w1[3], w2[3], w3[3]
+    for k in range(n):
+        p0, p1, p2, p3 = d0[k], d1[k], d2[k], d3[k]
+        o0[k] += a0 * p0 + a1 * p1 + a2 * p2 + a3 * p3
+        o1[k] += b0 * p0 + b1 * p1 + b2 * p2 + b3 * p3
+        o2[k] += c0 * p0 + c1 * p1 + c2 * p2 + c3 * p3
+        o3[k] += e0 * p0 + e1 * p1 + e2 * p2 + e3 * p3
+    total = (a0 + a1 + a2 + a3) * 0.0 + (b0 + b1 + b2 + b3) * 0.0
+    total += (c0 + c1 + c2 + c3) * 0.0 + (e0 + e1 + e2 + e3) * 0.0
+    return total == 0.0
+
+
+def _weights_task(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dw: np.ndarray,
+    boxes: np.ndarray,
+    geometry: np.ndarray,
+    components: np.ndarray,
+    offsets: np.ndarray,
+    parts: int,
+) -> bool:
+    """Compute dW of some channels and filters; `parts` is the number of components."""
+    channels, filters = w.shape[1], w.shape[0] // geometry[_GROUPS]
+    step, most = geometry[_CHANNELS_OF_TASK], geometry[_FILTERS_OF_TASK]
+    channel_tasks, filter_tasks = (channels + step - 1) // step, (filters + most - 1) // most
+    group, channel = task // (channel_tasks * filter_tasks), task // filter_tasks % channel_tasks * step
+    first = group * filters + task % filter_tasks * most
+    last = min(first + most, (group + 1) * filters)
+    count, length = min(step, channels - channel), geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
+    span = parts * length
+    memory = allocate(count * span)
+    if len(memory) == 0:
+        return True
+    # What lies between the first and the last element of dY in its box.
+    rows = (geometry[_OUTPUT] - 1) * geometry[_BOX + 1] + geometry[_OUTPUT + 1] - 1
+    reach = rows * geometry[_BOX + 2] + geometry[_OUTPUT + 2]
+    finite = True
+    for sample in range(x.shape[0]):
+        for i in range(count):
+            for component in range(parts):
+                box = memory[i * span + component * length : i * span + (component + 1) * length]
+                _copy(x[sample, group * channels + channel + i], box, component, geometry, True)
+        total = 0.0
+        for k in range(len(memory)):
+            total += memory[k] * 0.0
+        finite = finite and total == 0.0
+        for start in range(0, reach, _CHUNK):
+            n, place = min(_CHUNK, reach - start), geometry[_LEAD] + start
+            column = 0
+            while column < count * len(offsets):
+                columns = 3 if column + 3 <= count * len(offsets) else 1
+                c0, t0 = column // len(offsets), column % len(offsets)
+                x0 = memory[c0 * span + components[t0] * length + offsets[t0] + start :]
+                m = first
+                if columns == 3:
+                    c1, t1 = (column + 1) // len(offsets), (column + 1) % len(offsets)
+                    c2, t2 = (column + 2) // len(offsets), (column + 2) % len(offsets)
+                    x1 = memory[c1 * span + components[t1] * length + offsets[t1] + start :]
+                    x2 = memory[c2 * span + components[t2] * length + offsets[t2] + start :]
+                    while m + 4 <= last:
+                        d0 = _row(dy, boxes, sample, m)[place:]
+                        d1 = _row(dy, boxes, sample, m + 1)[place:]
+                        d2 = _row(dy, boxes, sample, m + 2)[place:]
+                        d3 = _row(dy, boxes, sample, m + 3)[place:]
+                        a0, a1, a2, b0, b1, b2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+                        e0, e1, e2, f0, f1, f2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+                        for k in range(n):
+                            p0, p1, p2, p3, q0, q1, q2 = d0[k], d1[k], d2[k], d3[k], x0[k], x1[k], x2[k]
+                            a0 += p0 * q0
+                            a1 += p0 * q1
+                            a2 += p0 * q2
+                            b0 += p1 * q0
+                            b1 += p1 * q1
+                            b2 += p1 * q2
+                            e0 += p2 * q0
+                            e1 += p2 * q1
+                            e2 += p2 * q2
+                            f0 += p3 * q0
+                            f1 += p3 * q1
+                            f2 += p3 * q2
+                        fresh = sample == 0 and start == 0
+                        _add_to_four_weights(dw, m, channel + c0, t0, a0, b0, e0, f0, fresh)
+                        _add_to_four_weights(dw, m, channel + c1, t1, a1, b1, e1, f1, fresh)
+                        _add_to_four_weights(dw, m, channel + c2, t2, a2, b2, e2, f2, fresh)
+                        m += 4
+                    while m < last:
+                        d0 = _row(dy, boxes, sample, m)[place:]
+                        a0, a1, a2 = 0.0, 0.0, 0.0
+                        for k in range(n):
+                            a0 += d0[k] * x0[k]
+                            a1 += d0[k] * x1[k]
+                            a2 += d0[k] * x2[k]
+                        if sample > 0 or start > 0:
+                            a0 += dw[m, channel + c0, t0]
+                            a1 += dw[m, channel + c1, t1]
+                            a2 += dw[m, channel + c2, t2]
+                        dw[m, channel + c0, t0] = a0
+                        dw[m, channel + c1, t1] = a1
+                        dw[m, channel + c2, t2] = a2
+                        m += 1
+                while m < last:
+                    d0 = _row(dy, boxes, sample, m)[place:]
+                    a0 = 0.0
+                    for k in range(n):
+                        a0 += d0[k] * x0[k]
+                    if sample > 0 or start > 0:
+                        a0 += dw[m, channel + c0, t0]
+                    dw[m, channel + c0, t0] = a0
+                    m += 1
+                column += columns
+    release(memory)
+    return not finite
+
+
+def _add_to_four_weights(
+    dw: np.ndarray, m: int, c: int, t: int, a: float, b: float, e: float, f: float, fresh: bool
+) -> None:
+    """Add to dW of four filters, or set it."""
+    if not fresh:
+        a += dw[m, c, t]
+        b += dw[m + 1, c, t]
+        e += dw[m + 2, c, t]
+        f += dw[m + 3, c, t]
+    dw[m, c, t] = a
+    dw[m + 1, c, t] = b
+    dw[m + 2, c, t] = e
+    dw[m + 3, c, t] = f
+
+
+def _copy(channel: np.ndarray, box: np.ndarray, component: int, geometry: np.ndarray, inward: bool) -> None:
+    """Copy a component of a channel into its box, with zeros for the padding; or, not inward, back."""
+    strides, sizes = geometry[_STRIDE : _STRIDE + 3], geometry[_SIZE : _SIZE + 3]
+    step, width, rows = strides[2], geometry[_BOX + 2], geometry[_BOX + 1]
+    shift0 = component // (strides[1] * step) - geometry[_HEAD]
+    shift1 = component // step % strides[1] - geometry[_HEAD + 1]
+    shift2 = component % step - geometry[_HEAD + 2]
+    # The elements from low to high are not padding.
+    low = min(width, max(0, (step - 1 - shift2) // step))
+    high = min(width, max(low, (sizes[2] - shift2 + step - 1) // step))
+    for i in range(geometry[_BOX] * rows):
+        line = box[i * width : (i + 1) * width]
+        a, b = i // rows * strides[0] + shift0, i % rows * strides[1] + shift1
+        if a < 0 or a >= sizes[0] or b < 0 or b >= sizes[1]:
+            if inward:
+                for k in range(width):
+                    line[k] = 0.0
+            continue
+        inner, count = line[low:high], high - low
+        start = (a * sizes[1] + b) * sizes[2] + low * step + shift2
+        values = channel[start : start + count * step]
+        if not inward:
+            for k in range(count):
+                values[k * step] = inner[k]
+            continue
+        for k in range(low):
+            line[k] = 0.0
+        if step == 1:
+            for k in range(count):
+                inner[k] = values[k]
+        else:
+            for k in range(count):
+                inner[k] = values[k * step]
+        rest = line[high:width]
+        for k in range(width - high):
+            rest[k] = 0.0
