@@ -65,8 +65,7 @@ def compile_function(function: Function, element: str, flags: set[str], *, check
         allocate_integers=instructions.allocator("int64"),
     )
     for name, called in function.functions:
-        # The mathematical functions rely on the order of their operations.
-        names[name] = compile_function(called, element, _FUSE, checked=checked)
+        names[name] = compile_function(called, element, _FUSE if called.exact else flags, checked=checked)
     python = _execute(function.text, "function", names)
     return njit(error_model="numpy", fastmath=flags, boundscheck=checked, forceinline=not checked)(python)
 

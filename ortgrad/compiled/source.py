@@ -28,6 +28,8 @@ class Function:
     text: str
     numbers: tuple[tuple[str, Number], ...] = ()
     functions: tuple[tuple[str, Function], ...] = ()
+    # Whether it relies on the order of its operations, as the mathematical functions do.
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,13 @@ def _function(function: Callable[..., Any], element: str) -> Function:
     }
     typed = _Typed({name for name, value in numbers.items() if isinstance(value, float)})
     text = ast.unparse(ast.fix_missing_locations(typed.visit(tree)))
-    return Function(function.__name__, text, tuple(sorted(numbers.items())), tuple(sorted(called.items())))
+    return Function(
+        function.__name__,
+        text,
+        tuple(sorted(numbers.items())),
+        tuple(sorted(called.items())),
+        exact=function.__module__ == functions.__name__,
+    )
 
 
 class _Typed(ast.NodeTransformer):

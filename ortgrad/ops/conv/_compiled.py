@@ -1,8 +1,9 @@
 """ConvGrad for Numba, without columns: every tap of the kernel reads the same padded row at another place.
 
 A channel is copied into a box: the padded input, divided by the strides into components so that one step of a
-window is one element, and flattened. Let E be dY in a box of the same pitch with zeros around it, and X_r the
-component r of X. With k the flattened position, and o(t) and r(t) the offset and the component of tap t,
+window is one element, and flattened. The boxes of several samples follow each other. Let E be dY in boxes of
+the same pitch with zeros around it, and X_r the component r of X. With k the flattened position, and o(t) and
+r(t) the offset and the component of tap t,
 
     dW[m, c, t] = sum over k of E[m, k] X_r(t)[c, k + o(t)]
     dX_r[c, k] = sum over m, and over t with r(t) = r, of W[m, c, t] E[m, k - o(t)]
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Elements of a row that are worked on at once: some rows of this length fit into the nearest cache.
 _CHUNK = 1024
+# Elements of the boxes of a channel that a task works on: as many samples as fit, at least one.
+_ROW = 8192
 # The most filters of a task for dW; with fewer tasks than this, they are divided.
 _FILTERS, _FEW = 256, 8
 
@@ -38,6 +41,7 @@ _LEAD = 16  # zeros before the first element of dY in its box
 _EMBEDDED = 17  # whether dY is copied into boxes
 _DX_TASKS, _DW_TASKS = 18, 19
 _CHANNELS_OF_TASK, _FILTERS_OF_TASK = 20, 21  # for dW
+_SAMPLES = 22  # whose boxes are worked on at once
 
 
 def plan(
@@ -63,16 +67,18 @@ def plan(
     taps = sorted(range(len(offsets)), key=lambda t: components[t])
     firsts = [sum(c < i for c in components) for i in range(math.prod(strides) + 1)]
     lead = max(offsets)
-    embedded = lead > 0 or tuple(box[1:]) != outputs[1:]
     samples, (filters, channels) = x[0], w[:2]
+    # Without copies, every sample has a row of its own, which should not be short.
+    embedded = lead > 0 or tuple(box) != outputs or (samples > 1 and math.prod(box) < _CHUNK)
+    together = min(samples, max(1, _ROW // math.prod(box))) if embedded else 1
     # A task for dW has a multiple of three columns, if possible.
     channels_of_task, filters_of_task = 3 if len(taps) % 3 else 1, _FILTERS
     blocks = group * -(-channels // channels_of_task)
     while blocks * -(-filters // group // filters_of_task) < _FEW and filters_of_task > 4:
         filters_of_task //= 2
-    dx_tasks = 0 if dx is None else samples * group * -(-channels // 4)
+    dx_tasks = 0 if dx is None else -(-samples // together) * group * -(-channels // 4)
     dw_tasks = 0 if dw is None else blocks * -(-filters // group // filters_of_task)
-    scalars = group, lead, int(embedded), dx_tasks, dw_tasks, channels_of_task, filters_of_task
+    scalars = group, lead, int(embedded), dx_tasks, dw_tasks, channels_of_task, filters_of_task, together
     flat = [(*shape[:2], math.prod(shape[2:])) for shape in (dy, x, w)]
     return Plan(
         tasks=(samples * filters if embedded else 0, dx_tasks + dw_tasks + (filters if db else 0)),
@@ -85,7 +91,7 @@ def plan(
             "firsts": firsts,
         },
         work=samples * math.prod(w) * math.prod(outputs) // 8,
-        scratch=[(samples * filters if embedded else 0, lead + math.prod(box))],
+        scratch=[(filters if embedded else 0, lead + samples * math.prod(box))],
     )
 
 
@@ -105,12 +111,16 @@ def embed(
     firsts: np.ndarray,
 ) -> None:
     """Copy one channel of dY into its box."""
-    box, values = boxes[task], dy[task // dy.shape[1], task % dy.shape[1]]
+    sample, m = task // dy.shape[1], task % dy.shape[1]
+    length, values = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2], dy[sample, m]
+    lead = geometry[_LEAD] + sample * length
+    box = boxes[m, lead - (geometry[_LEAD] if sample == 0 else 0) : lead + length]
     for k in range(len(box)):
         box[k] = 0.0
     rows, width = geometry[_OUTPUT + 1], geometry[_OUTPUT + 2]
+    box = boxes[m, lead : lead + length]
     for i in range(geometry[_OUTPUT] * rows):
-        start = geometry[_LEAD] + (i // rows * geometry[_BOX + 1] + i % rows) * geometry[_BOX + 2]
+        start = (i // rows * geometry[_BOX + 1] + i % rows) * geometry[_BOX + 2]
         to, row = box[start : start + width], values[i * width : (i + 1) * width]
         for k in range(width):
             to[k] = row[k]
@@ -131,7 +141,7 @@ def conv_grad_task(
     taps: np.ndarray,
     firsts: np.ndarray,
 ) -> bool:
-    """Compute dX of four channels of a sample, dW of some channels and filters, or dB of a filter."""
+    """Compute dX of four channels of some samples, dW of some channels and filters, or dB of a filter."""
     if task < geometry[_DX_TASKS]:
         return _channels_task(task, dy, w, dx, boxes, geometry, offsets, taps, firsts)
     task -= geometry[_DX_TASKS]
@@ -147,9 +157,9 @@ def conv_grad_task(
     return False
 
 
-def _row(dy: np.ndarray, boxes: np.ndarray, sample: int, m: int) -> np.ndarray:
-    """A channel of dY in its box."""
-    return boxes[sample * dy.shape[1] + m] if len(boxes) > 0 else dy[sample, m]
+def _row(dy: np.ndarray, boxes: np.ndarray, sample: int, m: int, start: int) -> np.ndarray:
+    """A channel of dY from an element of its box on, or, if there are no boxes, of the sample."""
+    return boxes[m, start:] if len(boxes) > 0 else dy[sample, m, start:]
 
 
 def _channels_task(
@@ -163,12 +173,16 @@ def _channels_task(
     taps: np.ndarray,
     firsts: np.ndarray,
 ) -> bool:
-    """Compute dX of up to four channels of a sample."""
+    """Compute dX of up to four channels of some samples."""
     groups, channels, filters = geometry[_GROUPS], w.shape[1], w.shape[0] // geometry[_GROUPS]
     quads = (channels + 3) // 4
-    sample, group, channel = task // (groups * quads), task // quads % groups, task % quads * 4
-    count = min(4, channels - channel)
-    length = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
+    first, group, channel = task // (groups * quads), task // quads % groups, task % quads * 4
+    count, first = min(4, channels - channel), first * geometry[_SAMPLES]
+    samples = min(geometry[_SAMPLES], dy.shape[0] - first)
+    box = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
+    length = samples * box
+    # The first element of dY, in the boxes of all samples or in the sample itself.
+    place = geometry[_LEAD] + first * box if len(boxes) > 0 else 0
     sums = allocate(4 * length)
     if len(sums) == 0:
         return True
@@ -181,16 +195,16 @@ def _channels_task(
                 to = sums[i * length + start : i * length + start + n]
                 for k in range(n):
                     to[k] = 0.0
-            place, terms = geometry[_LEAD] + start, filters * len(own)
+            at, terms = place + start, filters * len(own)
             for term in range(0, terms - terms % 4, 4):
                 m0, t0 = group * filters + term // len(own), own[term % len(own)]
                 m1, t1 = group * filters + (term + 1) // len(own), own[(term + 1) % len(own)]
                 m2, t2 = group * filters + (term + 2) // len(own), own[(term + 2) % len(own)]
                 m3, t3 = group * filters + (term + 3) // len(own), own[(term + 3) % len(own)]
-                d0 = _row(dy, boxes, sample, m0)[place - offsets[t0] :]
-                d1 = _row(dy, boxes, sample, m1)[place - offsets[t1] :]
-                d2 = _row(dy, boxes, sample, m2)[place - offsets[t2] :]
-                d3 = _row(dy, boxes, sample, m3)[place - offsets[t3] :]
+                d0 = _row(dy, boxes, first, m0, at - offsets[t0])
+                d1 = _row(dy, boxes, first, m1, at - offsets[t1])
+                d2 = _row(dy, boxes, first, m2, at - offsets[t2])
+                d3 = _row(dy, boxes, first, m3, at - offsets[t3])
                 w0, w1 = w[m0, channel : channel + count, t0], w[m1, channel : channel + count, t1]
                 w2, w3 = w[m2, channel : channel + count, t2], w[m3, channel : channel + count, t3]
                 if count == 4:
@@ -203,14 +217,16 @@ def _channels_task(
                         to[k] += a0 * d0[k] + a1 * d1[k] + a2 * d2[k] + a3 * d3[k]
             for term in range(terms - terms % 4, terms):
                 m0, t0 = group * filters + term // len(own), own[term % len(own)]
-                d0 = _row(dy, boxes, sample, m0)[place - offsets[t0] :]
+                d0 = _row(dy, boxes, first, m0, at - offsets[t0])
                 for i in range(count):
                     to, a0 = sums[i * length + start :], w[m0, channel + i, t0]
                     finite = finite and a0 * 0.0 == 0.0
                     for k in range(n):
                         to[k] += a0 * d0[k]
-        for i in range(count):
-            _copy(dx[sample, group * channels + channel + i], sums[i * length :], component, geometry, False)
+        for sample in range(samples):
+            for i in range(count):
+                values = sums[i * length + sample * box : i * length + (sample + 1) * box]
+                _copy(dx[first + sample, group * channels + channel + i], values, component, geometry, False)
     release(sums)
     return not finite
 
@@ -264,26 +280,31 @@ def _weights_task(
     group, channel = task // (channel_tasks * filter_tasks), task // filter_tasks % channel_tasks * step
     first = group * filters + task % filter_tasks * most
     last = min(first + most, (group + 1) * filters)
-    count, length = min(step, channels - channel), geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
-    span = parts * length
-    memory = allocate(count * span)
+    count, box = min(step, channels - channel), geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
+    memory = allocate(count * parts * geometry[_SAMPLES] * box)
     if len(memory) == 0:
         return True
     # What lies between the first and the last element of dY in its box.
     rows = (geometry[_OUTPUT] - 1) * geometry[_BOX + 1] + geometry[_OUTPUT + 1] - 1
     reach = rows * geometry[_BOX + 2] + geometry[_OUTPUT + 2]
     finite = True
-    for sample in range(x.shape[0]):
+    for pack in range((x.shape[0] + geometry[_SAMPLES] - 1) // geometry[_SAMPLES]):
+        sample = pack * geometry[_SAMPLES]
+        samples = min(geometry[_SAMPLES], x.shape[0] - sample)
+        length = samples * box
+        span = parts * length
         for i in range(count):
             for component in range(parts):
-                box = memory[i * span + component * length : i * span + (component + 1) * length]
-                _copy(x[sample, group * channels + channel + i], box, component, geometry, True)
-        total = 0.0
-        for k in range(len(memory)):
-            total += memory[k] * 0.0
+                for j in range(samples):
+                    into = memory[i * span + component * length + j * box :]
+                    _copy(x[sample + j, group * channels + channel + i], into, component, geometry, True)
+        total, used = 0.0, memory[: count * span]
+        for k in range(len(used)):
+            total += used[k] * 0.0
         finite = finite and total == 0.0
-        for start in range(0, reach, _CHUNK):
-            n, place = min(_CHUNK, reach - start), geometry[_LEAD] + start
+        place, end = geometry[_LEAD] + sample * box if len(boxes) > 0 else 0, length - box + reach
+        for start in range(0, end, _CHUNK):
+            n, at = min(_CHUNK, end - start), place + start
             column = 0
             while column < count * len(offsets):
                 columns = 3 if column + 3 <= count * len(offsets) else 1
@@ -296,10 +317,10 @@ def _weights_task(
                     x1 = memory[c1 * span + components[t1] * length + offsets[t1] + start :]
                     x2 = memory[c2 * span + components[t2] * length + offsets[t2] + start :]
                     while m + 4 <= last:
-                        d0 = _row(dy, boxes, sample, m)[place:]
-                        d1 = _row(dy, boxes, sample, m + 1)[place:]
-                        d2 = _row(dy, boxes, sample, m + 2)[place:]
-                        d3 = _row(dy, boxes, sample, m + 3)[place:]
+                        d0 = _row(dy, boxes, sample, m, at)
+                        d1 = _row(dy, boxes, sample, m + 1, at)
+                        d2 = _row(dy, boxes, sample, m + 2, at)
+                        d3 = _row(dy, boxes, sample, m + 3, at)
                         a0, a1, a2, b0, b1, b2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
                         e0, e1, e2, f0, f1, f2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
                         for k in range(n):
@@ -322,7 +343,7 @@ def _weights_task(
                         _add_to_four_weights(dw, m, channel + c2, t2, a2, b2, e2, f2, fresh)
                         m += 4
                     while m < last:
-                        d0 = _row(dy, boxes, sample, m)[place:]
+                        d0 = _row(dy, boxes, sample, m, at)
                         a0, a1, a2 = 0.0, 0.0, 0.0
                         for k in range(n):
                             a0 += d0[k] * x0[k]
@@ -337,7 +358,7 @@ def _weights_task(
                         dw[m, channel + c2, t2] = a2
                         m += 1
                 while m < last:
-                    d0 = _row(dy, boxes, sample, m)[place:]
+                    d0 = _row(dy, boxes, sample, m, at)
                     a0 = 0.0
                     for k in range(n):
                         a0 += d0[k] * x0[k]
