@@ -46,7 +46,22 @@ def release(array: np.ndarray) -> None:
     """Release an array that was allocated."""
 
 
+def add_rows(
+    sums: np.ndarray, stride: int, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int
+) -> None:
+    """Compute four weighted sums of rows, each with `count` elements, in registers.
+
+    sums[i * stride + k] = sum over t of weights[4 * t + i] * rows[starts[t] + k]
+
+    Up to SLACK elements more are read of every row, and written after every sum.
+    """
+    for i in range(4):
+        parts = [w * rows[s : s + count] for s, w in zip(starts, weights[i::4], strict=True)]
+        sums[i * stride : i * stride + count] = np.sum(parts, axis=0) if parts else 0
+
+
 SUMS = 256
+SLACK = 64
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
@@ -56,6 +71,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "allocate": allocate,
     "allocate_integers": allocate_integers,
     "release": release,
+    "add_rows": add_rows,
 }
 
 

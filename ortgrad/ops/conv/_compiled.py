@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import allocate, double, release
+from ortgrad.compiled.functions import SLACK, add_rows, allocate, allocate_integers, double, release
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import windows
 
@@ -38,10 +38,9 @@ _FILTERS, _FEW = 256, 8
 _OUTPUT, _SIZE, _STRIDE, _HEAD, _BOX = 0, 3, 6, 9, 12
 _GROUPS = 15
 _LEAD = 16  # zeros before the first element of dY in its box
-_EMBEDDED = 17  # whether dY is copied into boxes
-_DX_TASKS, _DW_TASKS = 18, 19
-_CHANNELS_OF_TASK, _FILTERS_OF_TASK = 20, 21  # for dW
-_SAMPLES = 22  # whose boxes are worked on at once
+_DX_TASKS, _DW_TASKS = 17, 18
+_CHANNELS_OF_TASK, _FILTERS_OF_TASK = 19, 20  # for dW
+_SAMPLES = 21  # whose boxes are worked on at once
 
 
 def plan(
@@ -68,9 +67,7 @@ def plan(
     firsts = [sum(c < i for c in components) for i in range(math.prod(strides) + 1)]
     lead = max(offsets)
     samples, (filters, channels) = x[0], w[:2]
-    # Without copies, every sample has a row of its own, which should not be short.
-    embedded = lead > 0 or tuple(box) != outputs or (samples > 1 and math.prod(box) < _CHUNK)
-    together = min(samples, max(1, _ROW // math.prod(box))) if embedded else 1
+    together = min(samples, max(1, _ROW // math.prod(box)))
     # A task for dW has a multiple of three columns, if possible.
     channels_of_task, filters_of_task = 3 if len(taps) % 3 else 1, _FILTERS
     blocks = group * -(-channels // channels_of_task)
@@ -78,10 +75,10 @@ def plan(
         filters_of_task //= 2
     dx_tasks = 0 if dx is None else -(-samples // together) * group * -(-channels // 4)
     dw_tasks = 0 if dw is None else blocks * -(-filters // group // filters_of_task)
-    scalars = group, lead, int(embedded), dx_tasks, dw_tasks, channels_of_task, filters_of_task, together
+    scalars = group, lead, dx_tasks, dw_tasks, channels_of_task, filters_of_task, together
     flat = [(*shape[:2], math.prod(shape[2:])) for shape in (dy, x, w)]
     return Plan(
-        tasks=(samples * filters if embedded else 0, dx_tasks + dw_tasks + (filters if db else 0)),
+        tasks=(samples * filters, dx_tasks + dw_tasks + (filters if db else 0)),
         views=[*flat, flat[1] if dx else (0, 0, 0), flat[2] if dw else (0, 0, 0), db or (0,)],
         numbers={
             "geometry": [*outputs, *sizes, *strides, *heads, *box, *scalars],
@@ -91,7 +88,7 @@ def plan(
             "firsts": firsts,
         },
         work=samples * math.prod(w) * math.prod(outputs) // 8,
-        scratch=[(filters if embedded else 0, lead + samples * math.prod(box))],
+        scratch=[(filters * (lead + samples * math.prod(box)) + SLACK,)],
     )
 
 
@@ -113,12 +110,12 @@ def embed(
     """Copy one channel of dY into its box."""
     sample, m = task // dy.shape[1], task % dy.shape[1]
     length, values = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2], dy[sample, m]
-    lead = geometry[_LEAD] + sample * length
-    box = boxes[m, lead - (geometry[_LEAD] if sample == 0 else 0) : lead + length]
+    place = _place(dy, geometry, sample, m)
+    box = boxes[place - (geometry[_LEAD] if sample == 0 else 0) : place + length]
     for k in range(len(box)):
         box[k] = 0.0
     rows, width = geometry[_OUTPUT + 1], geometry[_OUTPUT + 2]
-    box = boxes[m, lead : lead + length]
+    box = boxes[place : place + length]
     for i in range(geometry[_OUTPUT] * rows):
         start = (i // rows * geometry[_BOX + 1] + i % rows) * geometry[_BOX + 2]
         to, row = box[start : start + width], values[i * width : (i + 1) * width]
@@ -157,11 +154,6 @@ def conv_grad_task(
     return False
 
 
-def _row(dy: np.ndarray, boxes: np.ndarray, sample: int, m: int, start: int) -> np.ndarray:
-    """A channel of dY from an element of its box on, or, if there are no boxes, of the sample."""
-    return boxes[m, start:] if len(boxes) > 0 else dy[sample, m, start:]
-
-
 def _channels_task(
     task: int,
     dy: np.ndarray,
@@ -176,89 +168,40 @@ def _channels_task(
     """Compute dX of up to four channels of some samples."""
     groups, channels, filters = geometry[_GROUPS], w.shape[1], w.shape[0] // geometry[_GROUPS]
     quads = (channels + 3) // 4
-    first, group, channel = task // (groups * quads), task // quads % groups, task % quads * 4
-    count, first = min(4, channels - channel), first * geometry[_SAMPLES]
+    pack, group, channel = task // (groups * quads), task // quads % groups, task % quads * 4
+    count, first = min(4, channels - channel), pack * geometry[_SAMPLES]
     samples = min(geometry[_SAMPLES], dy.shape[0] - first)
     box = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
-    length = samples * box
-    # The first element of dY, in the boxes of all samples or in the sample itself.
-    place = geometry[_LEAD] + first * box if len(boxes) > 0 else 0
-    sums = allocate(4 * length)
-    if len(sums) == 0:
-        return True
-    finite = True
-    for component in range(len(firsts) - 1):
-        own = taps[firsts[component] : firsts[component + 1]]
-        for start in range(0, length, _CHUNK):
-            n = min(_CHUNK, length - start)
-            for i in range(count):
-                to = sums[i * length + start : i * length + start + n]
-                for k in range(n):
-                    to[k] = 0.0
-            at, terms = place + start, filters * len(own)
-            for term in range(0, terms - terms % 4, 4):
-                m0, t0 = group * filters + term // len(own), own[term % len(own)]
-                m1, t1 = group * filters + (term + 1) // len(own), own[(term + 1) % len(own)]
-                m2, t2 = group * filters + (term + 2) // len(own), own[(term + 2) % len(own)]
-                m3, t3 = group * filters + (term + 3) // len(own), own[(term + 3) % len(own)]
-                d0 = _row(dy, boxes, first, m0, at - offsets[t0])
-                d1 = _row(dy, boxes, first, m1, at - offsets[t1])
-                d2 = _row(dy, boxes, first, m2, at - offsets[t2])
-                d3 = _row(dy, boxes, first, m3, at - offsets[t3])
-                w0, w1 = w[m0, channel : channel + count, t0], w[m1, channel : channel + count, t1]
-                w2, w3 = w[m2, channel : channel + count, t2], w[m3, channel : channel + count, t3]
-                if count == 4:
-                    finite = _add_to_four(sums[start:], length, n, d0, d1, d2, d3, w0, w1, w2, w3) and finite
-                    continue
-                for i in range(count):
-                    to, a0, a1, a2, a3 = sums[i * length + start :], w0[i], w1[i], w2[i], w3[i]
-                    finite = finite and (a0 + a1 + a2 + a3) * 0.0 == 0.0
-                    for k in range(n):
-                        to[k] += a0 * d0[k] + a1 * d1[k] + a2 * d2[k] + a3 * d3[k]
-            for term in range(terms - terms % 4, terms):
-                m0, t0 = group * filters + term // len(own), own[term % len(own)]
-                d0 = _row(dy, boxes, first, m0, at - offsets[t0])
-                for i in range(count):
-                    to, a0 = sums[i * length + start :], w[m0, channel + i, t0]
-                    finite = finite and a0 * 0.0 == 0.0
-                    for k in range(n):
-                        to[k] += a0 * d0[k]
+    stride = samples * box + SLACK
+    sums, weights = allocate(4 * stride), allocate(4 * filters * len(taps))
+    starts = allocate_integers(filters * len(taps))
+    failed = len(sums) == 0 or len(weights) == 0 or len(starts) == 0
+    for component in range(0 if failed else len(firsts) - 1):
+        own, term, total = taps[firsts[component] : firsts[component + 1]], 0, 0.0
+        for m in range(group * filters, (group + 1) * filters):
+            place = _place(dy, geometry, first, m)
+            for t in own:
+                starts[term] = place - offsets[t]
+                for i in range(4):
+                    weights[4 * term + i] = w[m, channel + i, t] if i < count else 0.0
+                    total += weights[4 * term + i] * 0.0
+                term += 1
+        failed = failed or total != 0.0
+        add_rows(sums, stride, boxes, starts[:term], weights, samples * box)
         for sample in range(samples):
             for i in range(count):
-                values = sums[i * length + sample * box : i * length + (sample + 1) * box]
+                values = sums[i * stride + sample * box : i * stride + (sample + 1) * box]
                 _copy(dx[first + sample, group * channels + channel + i], values, component, geometry, False)
     release(sums)
-    return not finite
+    release(weights)
+    release(starts)
+    return failed
 
 
-def _add_to_four(
-    sums: np.ndarray,
-    length: int,
-    n: int,
-    d0: np.ndarray,
-    d1: np.ndarray,
-    d2: np.ndarray,
-    d3: np.ndarray,
-    w0: np.ndarray,
-    w1: np.ndarray,
-    w2: np.ndarray,
-    w3: np.ndarray,
-) -> bool:
-    """Add the products of four rows with four weights each to the sums; return whether these are finite."""
-    o0, o1, o2, o3 = sums, sums[length:], sums[2 * length :], sums[3 * length :]
-    a0, a1, a2, a3 = w0[0], w1[0], w2[0], w3[0]
-    b0, b1, b2, b3 = w0[1], w1[1], w2[1], w3[1]
-    c0, c1, c2, c3 = w0[2], w1[2], w2[2], w3[2]
-    e0, e1, e2, e3 = w0[3], w1[3], w2[3], w3[3]
-    for k in range(n):
-        p0, p1, p2, p3 = d0[k], d1[k], d2[k], d3[k]
-        o0[k] += a0 * p0 + a1 * p1 + a2 * p2 + a3 * p3
-        o1[k] += b0 * p0 + b1 * p1 + b2 * p2 + b3 * p3
-        o2[k] += c0 * p0 + c1 * p1 + c2 * p2 + c3 * p3
-        o3[k] += e0 * p0 + e1 * p1 + e2 * p2 + e3 * p3
-    total = (a0 + a1 + a2 + a3) * 0.0 + (b0 + b1 + b2 + b3) * 0.0
-    total += (c0 + c1 + c2 + c3) * 0.0 + (e0 + e1 + e2 + e3) * 0.0
-    return total == 0.0
+def _place(dy: np.ndarray, geometry: np.ndarray, sample: int, m: int) -> int:
+    """The place of the first element of a channel of dY in the boxes."""
+    box = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
+    return m * (geometry[_LEAD] + dy.shape[0] * box) + geometry[_LEAD] + sample * box
 
 
 def _weights_task(
@@ -302,9 +245,9 @@ def _weights_task(
         for k in range(len(used)):
             total += used[k] * 0.0
         finite = finite and total == 0.0
-        place, end = geometry[_LEAD] + sample * box if len(boxes) > 0 else 0, length - box + reach
+        end, pitch = length - box + reach, geometry[_LEAD] + x.shape[0] * box
         for start in range(0, end, _CHUNK):
-            n, at = min(_CHUNK, end - start), place + start
+            n, at = min(_CHUNK, end - start), _place(dy, geometry, sample, 0) + start
             column = 0
             while column < count * len(offsets):
                 columns = 3 if column + 3 <= count * len(offsets) else 1
@@ -317,10 +260,8 @@ def _weights_task(
                     x1 = memory[c1 * span + components[t1] * length + offsets[t1] + start :]
                     x2 = memory[c2 * span + components[t2] * length + offsets[t2] + start :]
                     while m + 4 <= last:
-                        d0 = _row(dy, boxes, sample, m, at)
-                        d1 = _row(dy, boxes, sample, m + 1, at)
-                        d2 = _row(dy, boxes, sample, m + 2, at)
-                        d3 = _row(dy, boxes, sample, m + 3, at)
+                        d0, d1 = boxes[m * pitch + at :], boxes[(m + 1) * pitch + at :]
+                        d2, d3 = boxes[(m + 2) * pitch + at :], boxes[(m + 3) * pitch + at :]
                         a0, a1, a2, b0, b1, b2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
                         e0, e1, e2, f0, f1, f2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
                         for k in range(n):
@@ -343,7 +284,7 @@ def _weights_task(
                         _add_to_four_weights(dw, m, channel + c2, t2, a2, b2, e2, f2, fresh)
                         m += 4
                     while m < last:
-                        d0 = _row(dy, boxes, sample, m, at)
+                        d0 = boxes[m * pitch + at :]
                         a0, a1, a2 = 0.0, 0.0, 0.0
                         for k in range(n):
                             a0 += d0[k] * x0[k]
@@ -358,7 +299,7 @@ def _weights_task(
                         dw[m, channel + c2, t2] = a2
                         m += 1
                 while m < last:
-                    d0 = _row(dy, boxes, sample, m, at)
+                    d0 = boxes[m * pitch + at :]
                     a0 = 0.0
                     for k in range(n):
                         a0 += d0[k] * x0[k]

@@ -41,7 +41,7 @@ conv_grad = operator(
     },
 )(_numpy.conv_grad)
 conv_grad.onnx(_body.conv_grad_body)
-conv_grad.compiled(views=[3, 3, 3, 3, 3, 1], scratch=[2], plan=_compiled.plan, first=_compiled.embed)(
+conv_grad.compiled(views=[3, 3, 3, 3, 3, 1], scratch=[1], plan=_compiled.plan, first=_compiled.embed)(
     _compiled.conv_grad_task
 )
 
