@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _CHUNK = 1024
 # Elements of the boxes of a channel that a task works on: as many samples as fit, at least one.
 _ROW = 8192
-# The most filters of a task for dW; with fewer tasks than this, they are divided.
-_FILTERS, _FEW = 256, 8
+# The most channels and filters of a task for dW. With fewer tasks than this they are fewer.
+_CHANNELS, _FILTERS, _FEW = 12, 64, 8
 
 # Places in `geometry`: first what has three numbers, one per dimension.
 _OUTPUT, _SIZE, _STRIDE, _HEAD, _BOX = 0, 3, 6, 9, 12
@@ -68,11 +68,16 @@ def plan(
     lead = max(offsets)
     samples, (filters, channels) = x[0], w[:2]
     together = min(samples, max(1, _ROW // math.prod(box)))
-    # A task for dW has a multiple of three columns, if possible.
-    channels_of_task, filters_of_task = 3 if len(taps) % 3 else 1, _FILTERS
+    # The rows of dY are read once per task for dW, so it should have many channels.
+    channels_of_task, filters_of_task = _CHANNELS, _FILTERS
+    while group * -(-channels // channels_of_task) * -(-filters // group // filters_of_task) < _FEW:
+        if channels_of_task > 3:
+            channels_of_task //= 2
+        elif filters_of_task > 4:
+            filters_of_task //= 2
+        else:
+            break
     blocks = group * -(-channels // channels_of_task)
-    while blocks * -(-filters // group // filters_of_task) < _FEW and filters_of_task > 4:
-        filters_of_task //= 2
     dx_tasks = 0 if dx is None else -(-samples // together) * group * -(-channels // 4)
     dw_tasks = 0 if dw is None else blocks * -(-filters // group // filters_of_task)
     scalars = group, lead, dx_tasks, dw_tasks, channels_of_task, filters_of_task, together
