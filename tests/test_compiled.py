@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from test_malformed_calls import CASES, Case
 
 import ortgrad
 from ortgrad import nodes
 from ortgrad.compiled import cache, functions, machine_code
 from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
+from ortgrad.operators.call import make_call
 from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
+from ortgrad.runtime.evaluate import declared_shapes
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
 
@@ -257,6 +260,70 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
         CompiledKernel(element, 3)
     with pytest.raises(RegistrationError, match="view for every input"):
         CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
+
+
+def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
+    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
+    from ortgrad.compiled import compiler
+
+    kernel = operator.compiled_kernel
+    assert kernel is not None
+    given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
+    wanted = [not case.outputs or parameter.name in case.outputs for parameter in operator.outputs]
+    call = make_call(operator, "node", case.attributes, [a is not None for a in given], wanted)
+    feed = [np.zeros(0, np.float32) if array is None else array for array in given]
+    shapes = [
+        shape if want else None for shape, want in zip(declared_shapes(call, feed), wanted, strict=True)
+    ]
+    planned: Plan | None = elementwise_plan(feed[0].shape)
+    if kernel.plan is not None:
+        known = [None if array is None else array.shape for array in given]
+        planned = kernel.plan(*known, *shapes, **call.attributes)
+    assert planned is not None
+    dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
+    outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
+    source = source_of(kernel, [*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)])
+    phases = [
+        compiler.compile_function(function, dtype.name, {"contract", "reassoc", "nsz"}, checked=True)
+        for function in source.phases
+    ]
+    numbers = {**call.attributes, **planned.numbers}
+    values = [
+        np.array(numbers[name], np.int64)
+        if kind == "array"
+        else dtype.type(numbers[name])
+        if kind == "float"
+        else int(numbers[name])
+        for name, kind in kernel.numbers.items()
+    ]
+    if kernel.elementwise:
+        flat = [array.reshape(-1) for array in feed]
+        for k in range(flat[0].size):
+            outputs[0].reshape(-1)[k] = phases[0](*(array[k] for array in flat), *values)
+        return outputs
+    tensors = [array.view(np.uint8) if array.dtype == bool else array for array in (*feed, *outputs)]
+    views = [array.reshape(shape) for array, shape in zip(tensors, planned.views, strict=True)]
+    scratch = [np.full(shape, np.nan, dtype) for shape in planned.scratch]
+    counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
+    for function, count in zip(phases, counts, strict=True):
+        for task in range(count):
+            assert not function(task, *views, *scratch, *values)
+    return outputs
+
+
+@pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
+def test_no_kernel_reads_or_writes_outside_its_tensors(operator: Operator) -> None:
+    """Numba's checks raise an IndexError; a result that was not written is NaN."""
+    cases = [case for case in CASES if case.op_type == operator.name]
+    assert cases
+    for case in cases:
+        outputs = checked_tasks(operator, case)
+        given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
+        results = operator(*given, **case.attributes)
+        expected = results if isinstance(results, tuple) else (results,)
+        for actual, right in zip(outputs, expected, strict=True):
+            if actual.size:
+                np.testing.assert_allclose(actual, right, rtol=2e-5, atol=1e-5, err_msg=case.name)
 
 
 def test_plans() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ortgrad.compiled import machine_code
-from ortgrad.errors import ModelError, RegistrationError
+from ortgrad.errors import ModelError, NodeError, RegistrationError
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
 from ortgrad.runtime import entrance
@@ -216,7 +216,7 @@ class _Kernel(Entrances):
                 block = machine_code.block(compiled, dtypes)
             except RegistrationError as error:
                 # The node fails with this reason when it runs.
-                self._call = error
+                self._call = NodeError(f"{self._call.node}: {error}")
             else:
                 state.use(compiled, self._call, block)
 
