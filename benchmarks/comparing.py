@@ -12,17 +12,15 @@ from typing import Any
 from environments import Worker, WorkerDiedError
 from measuring import difference, load_all, take_turns
 from peers import start
-from workloads import Workload
+from workloads import PICTURES, Workload
 
-# Relative to the largest value of each gradient; the peers sum in different orders.
-TOLERANCE = 1e-3
 MEMORY_STEPS = 3
 FACTORS = (1, 2, 4)
 Row = dict[str, Any]
 
 SCALED = [
     Workload("mlp", "mlp", {"batch": 64, "width": 256, "depth": 2, "features": 784}),
-    Workload("resnet", "resnet", {"batch": 2, "width": 16, "depth": 1, "size": 64}),
+    Workload("resnet", "resnet", {"batch": 2, "width": 16, "depth": 1, "size": 64}, PICTURES),
     Workload("transformer", "transformer", {"batch": 2, "width": 128, "depth": 2, "tokens": 64, "heads": 4}),
 ]
 
@@ -34,9 +32,34 @@ def measure_time(workload: Workload, workers: Sequence[Worker], rounds: int, *, 
         results, errors = load_all(workers, folder, build=True, **workload.write(folder, dynamic=dynamic))
         reference = results.get("torch") or next(iter(results.values()), {})
         differences = {peer: difference(result, reference) for peer, result in results.items()}
-        right = [worker for worker in workers if differences.get(worker.peer, 1.0) <= TOLERANCE]
+        wrong = [peer for peer, value in differences.items() if not value <= workload.tolerance]
+        right = [worker for worker in workers if worker.peer in results and worker.peer not in wrong]
         seconds = take_turns(right, rounds, statistics.median) if right else {}
-    return {"model": workload.name, "seconds": seconds, "difference": differences, "errors": errors}
+    return {
+        "model": workload.name,
+        "seconds": seconds,
+        "difference": differences,
+        "wrong": wrong,
+        "errors": errors,
+    }
+
+
+def ask_fresh_process(name: str, tasks: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+    """The last answer of a process that is started for these tasks, or the first error."""
+    answer: dict[str, Any] = {"error": "cannot be started (see above)"}
+    worker = start(name)
+    if worker is None:
+        return answer
+    try:
+        for task in tasks:
+            answer = worker.ask(do=task, calls=MEMORY_STEPS, **request)
+            if "error" in answer:
+                break
+    except WorkerDiedError as error:
+        answer = {"error": str(error)}
+    finally:
+        worker.close()
+    return answer
 
 
 def measure_memory(workload: Workload, names: Sequence[str], *, dynamic: bool = False) -> Row:
@@ -45,27 +68,17 @@ def measure_memory(workload: Workload, names: Sequence[str], *, dynamic: bool = 
     `steps` is the peak while steps run, `all` the one since the start, which includes reading the model and
     torch.compile's compiling. What the others build ahead of time is built in another process.
     """
-    found: Row = {"model": workload.name, "steps": {}, "all": {}, "errors": {}}
+    found: Row = {"model": workload.name, "steps": {}, "all": {}, "errors": {}, "wrong": []}
     with tempfile.TemporaryDirectory() as folder:
         request = {**workload.write(Path(folder), dynamic=dynamic), "folder": folder}
         request["results"] = str(Path(folder) / "results.npz")
         for name in names:
-            answer: dict[str, Any] = {}
-            for batch in (["build"], ["load", "memory"]):
-                worker = start(name)
-                if worker is None:
-                    break
-                try:
-                    for do in batch:
-                        if "error" not in answer:
-                            answer = worker.ask(do=do, calls=MEMORY_STEPS, **request)
-                except WorkerDiedError as error:
-                    answer = {"error": str(error)}
-                finally:
-                    worker.close()
+            answer = ask_fresh_process(name, ["build"], request)
+            if "error" not in answer:
+                answer = ask_fresh_process(name, ["load", "memory"], request)
             if "error" in answer:
                 found["errors"][name] = answer["error"]
-            elif answer:
+            else:
                 found["steps"][name], found["all"][name] = answer["steps"], answer["all"]
     return found
 

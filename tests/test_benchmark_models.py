@@ -86,7 +86,7 @@ def test_the_whole_way(benchmark, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert benchmark("models").main([*arguments, "--peers", *peers]) == 0
     (row,) = json.loads(file.read_text())["times"]
     assert row["errors"] == {}
-    assert row["seconds"].keys() == row["difference"].keys() == {"onnx", *peers}
+    assert row["seconds"].keys() == row["difference"].keys() == {"onnx", *peers} and row["wrong"] == []
     assert all(len(taken) == 2 and min(taken) > 0 for taken in row["seconds"].values())
     assert "\n| ms | ortgrad onnx |" in capsys.readouterr().out
 
@@ -169,25 +169,21 @@ def test_difference_finds_what_is_wrong(benchmark) -> None:
 
 def test_tables(benchmark) -> None:
     models = benchmark("models")
-    rows = [
-        {"model": "a", "seconds": {"auto": [1.0, 2.0, 9.0], "torch": [2.0, 4.0, 3.0]}, "errors": {}},
-        {
-            "model": "b",
-            "seconds": {"auto": [0.008]},
-            "errors": {"torch": "Error: no\nmore"},
-            "difference": {},
-        },
-        {
-            "model": "c",
-            "seconds": {"auto": [2.0], "torch": [1.0]},
-            "errors": {},
-            "difference": {"onnx-ad": 0.5},
-        },
+    seconds = [
+        {"auto": [1.0, 2.0, 9.0], "torch": [2.0, 4.0, 3.0]},
+        {"auto": [0.008]},
+        {"auto": [2.0], "torch": [1.0]},
     ]
+    rows = [
+        {"model": name, "seconds": taken, "errors": {}, "difference": {"torch": 2e-6}, "wrong": []}
+        for name, taken in zip("abc", seconds, strict=True)
+    ]
+    rows[1]["errors"] = {"torch": "Error: no\nmore"}
+    rows[2] |= {"difference": {"onnx-ad": 0.5}, "wrong": ["onnx-ad"]}
     assert models.time_table(rows, ["auto", "torch"], markdown=True).splitlines()[2:] == [
-        "| a | 2000.00 | 3000.00 |",
-        "| b | 8.00 | refuses |",
-        "| c | 2000.00 | 1000.00 |",
+        "| a | 2000.00 | 3000.00 | 2e-06 |",
+        "| b | 8.00 | refuses | 2e-06 |",
+        "| c | 2000.00 | 1000.00 | 5e-01 |",
     ]
     assert models.time_cell(rows[2], "onnx-ad") == "wrong"
     assert models.ratio_table(rows, "auto", ["torch"], markdown=False).splitlines() == [
