@@ -72,7 +72,7 @@ def memory_table(rows: Sequence[Row], names: Sequence[str], *, markdown: bool) -
 def problems(rows: Sequence[Row]) -> list[str]:
     """What peers said when they refused, and wrong gradients."""
     lines = [
-        f"{row['model']}, {title(name)}: {(error.strip().splitlines() or ['?'])[0][:200]}"
+        f"{row['model']}, {title(name)}: {(error.strip().splitlines() or ['?'])[0][:300]}"
         for row in rows
         for name, error in row["errors"].items()
     ]

@@ -61,24 +61,22 @@ def mobilenet(v: Tensors, s: Sizes) -> Tensor:
     return classify(v, x.mean((2, 3)))
 
 
-def _weights_and_state(v: Tensors) -> tuple[list[Tensor], Tensor]:
-    return [v[name] for name in ("w", "r", "b.w", "b.r")], v["x"].new_zeros(
-        1, v["x"].shape[1], v["r"].shape[1]
-    )
+# torch.compile leaves torch.nn.GRU and LSTM as they are; the functions that they call it would unroll.
+@torch.compiler.disable
+def last_state(v: Tensors, op: str) -> Tensor:
+    zeros = v["x"].new_zeros(1, v["x"].shape[1], v["r"].shape[1])
+    weights = [v[name] for name in ("w", "r", "b.w", "b.r")]
+    states, function = (zeros, torch.gru) if op == "gru" else ([zeros, zeros], torch.lstm)
+    sequence: Tensor = function(v["x"], states, weights, True, 1, 0.0, True, False, False)[0]
+    return sequence[-1]
 
 
 def gru(v: Tensors, s: Sizes) -> Tensor:
-    """The function that torch.nn.GRU calls."""
-    weights, zeros = _weights_and_state(v)
-    sequence, _ = torch.gru(v["x"], zeros, weights, True, 1, 0.0, True, False, False)
-    return classify(v, sequence[-1])
+    return classify(v, last_state(v, "gru"))
 
 
 def lstm(v: Tensors, s: Sizes) -> Tensor:
-    """The function that torch.nn.LSTM calls."""
-    weights, zeros = _weights_and_state(v)
-    sequence, _, _ = torch.lstm(v["x"], [zeros, zeros], weights, True, 1, 0.0, True, False, False)
-    return classify(v, sequence[-1])
+    return classify(v, last_state(v, "lstm"))
 
 
 def transformer(v: Tensors, s: Sizes) -> Tensor:
