@@ -3,7 +3,7 @@
     python benchmarks/field.py MODEL.onnx ... [--batch 8] [--feeds FILE.npz] [--of NAME] [--ways auto onnx]
                                 [--rounds 5] [--markdown] [--json FILE]
 
-Backward goes from the first floating-point output, seeded with ones, towards all weights. Forward is the file
+Backward goes from the first floating-point output, seeded at random, towards all weights. Forward is the file
 on stock onnxruntime. Inputs that are not fed are random; a symbolic first dimension is the batch. Processes
 take turns as in models.py.
 """
@@ -67,8 +67,11 @@ def write(
     own = {value.name for value in model.graph.input}
     fixed = with_batch(model, batch)
     fed = {name: array for name, array in given.items() if name in own}
-    feeds: Arrays = complete_feeds(fixed, fed, [of], set(), np.random.default_rng(0))
-    seed = np.ones_like(on_onnxruntime(fixed)(feeds)[of])
+    generator = np.random.default_rng(0)
+    feeds: Arrays = complete_feeds(fixed, fed, [of], set(), generator)
+    output = on_onnxruntime(fixed)(feeds)[of]
+    # Not ones: the sum of a Softmax has no gradient.
+    seed = generator.standard_normal(output.shape).astype(output.dtype)
     np.savez(folder / "feeds.npz", **feeds, **{f"{of}_grad": seed})
     return {"model": str(path.resolve()), "feeds": str(folder / "feeds.npz"), "weights": None, "of": of}
 
