@@ -40,9 +40,10 @@ def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[
             continue
         if not any(value in active for value in dependencies(node)):
             continue
-        if rule is not None and rule.scales is not None:
+        first = node.outputs[:1]
+        if rule is not None and rule.scales is not None and (is_integer(first[0]) or first == node.outputs):
             # Other outputs are scales and zero points of dynamic quantization, which count as constants.
-            active.update(node.outputs[:1])
+            active.update(first)
         else:
             active.update([v for v in node.outputs if not is_integer(v)])
             active.update(quantized_outputs(node, active))

@@ -32,6 +32,7 @@ Gradients: TypeAlias = "Sequence[ir.Value | None]"
 RuleFunction: TypeAlias = "Callable[[ForwardNode], Gradients | ir.Value | None]"
 _Rule = TypeVar("_Rule", bound="RuleFunction")
 Derivative: TypeAlias = "Callable[..., ir.Value]"
+Scales: TypeAlias = Mapping[int, int] | Callable[[int], Mapping[int, int]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,14 @@ class Rule:
 
     function: RuleFunction | None
     broadcasts: bool = False
-    scales: Mapping[int, int] | None = None
+    scales: Scales | None = None
     straight_through: bool = False
+
+    def scales_of(self, count: int) -> Mapping[int, int]:
+        """Return the index of the scale of each quantized input of a node with so many inputs."""
+        if self.scales is None:
+            return {}
+        return self.scales(count) if callable(self.scales) else self.scales
 
 
 class UnsupportedError(Exception):
@@ -55,7 +62,7 @@ def gradient(
     *op_types: str,
     domain: str = "",
     broadcasts: bool = False,
-    scales: Mapping[int, int] | None = None,
+    scales: Scales | None = None,
     straight_through: bool = False,
 ) -> Callable[[_Rule], _Rule]:
     """Declare the gradient rule of forward operators.
@@ -64,10 +71,11 @@ def gradient(
     of its input.
 
     `scales` is given for operators on quantized tensors: the index of the scale of each quantized input (-1
-    for the output), as far as they have scales. Their first output and their inputs have gradients even if
-    their elements are integers; such a gradient is a float tensor, in units of the integers. An operator that
-    rounds to integers is declared with `straight_through`: rounding is differentiated as if it were the
-    identity.
+    for the output), as far as they have scales, or a function of the number of inputs that returns it. Their
+    first output and their inputs have gradients even if their elements are integers; such a gradient is a
+    float tensor, in units of the integers. If the first output is of integers, others are its scale and zero
+    point and have no gradient. An operator that rounds to integers is declared with `straight_through`:
+    rounding is differentiated as if it were the identity.
 
     >>> import ortgrad
     >>> @ortgrad.gradient("Square", domain="my.domain")
