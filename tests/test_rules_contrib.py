@@ -679,7 +679,7 @@ def test_a_refusal_gives_the_reason() -> None:
 
 
 def test_a_model_for_one_kind_of_processor_is_refused(tmp_path: Path) -> None:
-    model, feeds = one_node(
+    model, _ = one_node(
         "Conv", [normal(1, 16, 8, 8), normal(16, 16, 3, 3)], constants=(1,), symbolic=False
     )
     options = onnxruntime.SessionOptions()
