@@ -679,9 +679,7 @@ def test_a_refusal_gives_the_reason() -> None:
 
 
 def test_a_model_for_one_kind_of_processor_is_refused(tmp_path: Path) -> None:
-    model, _ = one_node(
-        "Conv", [normal(1, 16, 8, 8), normal(16, 16, 3, 3)], constants=(1,), symbolic=False
-    )
+    model, _ = one_node("Conv", [normal(1, 16, 8, 8), normal(16, 16, 3, 3)], constants=(1,), symbolic=False)
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL

@@ -14,6 +14,7 @@ drops the nodes that no requested gradient depends on.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Rule:
     broadcasts: bool = False
     scales: Scales | None = None
     straight_through: bool = False
+    # Whether an element of the output depends on one element of each (broadcast) input.
+    elementwise: bool = False
 
     def scales_of(self, count: int) -> Mapping[int, int]:
         """Return the index of the scale of each quantized input of a node with so many inputs."""
@@ -85,7 +88,9 @@ def gradient(
 
     def declare(function: _Rule) -> _Rule:
         for op_type in op_types:
-            _add(domain, op_type, Rule(function, broadcasts, scales, straight_through))
+            _add(
+                domain, op_type, Rule(function, broadcasts, scales, straight_through, elementwise=broadcasts)
+            )
         return function
 
     return declare
@@ -117,15 +122,22 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
         ]
 
     rule.__name__ = f"gradient_of_{op_type}"
-    _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1))
+    _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1, elementwise=True))
 
 
 def _attributes_for(function: Derivative, node: ForwardNode) -> Mapping[str, Any]:
     """Return the node's attributes that the function takes as keyword parameters."""
+    names = _keywords_of(function)
+    return node.attributes if names is None else {name: node.attribute(name) for name in names}
+
+
+@functools.cache
+def _keywords_of(function: Derivative) -> Sequence[str] | None:
+    """Return the names of the keyword parameters; None if there may be any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return node.attributes
-    return {p.name: node.attribute(p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return None
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def _name_lambda(function: Derivative, name: str) -> None:
