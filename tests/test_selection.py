@@ -5,6 +5,7 @@ The other elements have the gradient of PyTorch, NaN and infinities included.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,27 @@ def test_other_zeros_stay_unknown(nodes: str) -> None:
     feeds = {"x": np.zeros(1, np.float32), "c": np.zeros(1, bool), "e": np.ones(1, bool)}
     (grad,) = session.run(["x_grad"], {**feeds, "y_grad": np.ones(1, np.float32)})
     assert np.isnan(grad).all()
+
+
+def count(model: onnx.ModelProto, wrt: str = "x") -> dict[str, int]:
+    built = ortgrad.build_gradient_model(model, wrt=wrt)
+    return Counter(node.op_type for node in built.graph.node)
+
+
+def test_choices_cost_nothing_where_derivatives_are_finite() -> None:
+    """Scores of attention, with a scale, and functions of a whole power."""
+    nodes = "s = Div(x, half) t = Mul(s, two) u = Pow(t, two) v = Add(u, x) w = Tanh(v) y = Where(c, w, two)"
+    found = count(make_model(nodes, "3"))
+    # One in the forward graph, one for its gradient.
+    assert found["Where"] == 2
+
+
+def test_the_cost_of_many_choices_is_that_of_each() -> None:
+    steps = [f"a{i} = Relu(x{i}) b{i} = Relu(a{i}) x{i + 1} = Sqrt(b{i})" for i in range(20)]
+    model = make_model(f"x0 = Identity(x) {' '.join(steps)} y = Identity(x20)", "3")
+    found = count(model)
+    assert found["Where"] <= 20
+    assert found["And"] <= 40
 
 
 def test_an_exponential_function_that_overflows() -> None:

@@ -169,13 +169,13 @@ class BackwardPass:
         """Return what a rule has recorded for the i-th input in the input's shape and element type."""
         value = node.inputs[i]
         assert value is not None
-        conditions = self._selections.behind(node, rule, i, dy, grad)
-        grad = self._selections.guard(node, i, grad, conditions)
+        choice = self._selections.behind(node, rule, i, dy, grad)
+        grad = self._selections.guard(node, i, grad, choice)
         if rule.broadcasts:
             summed = unbroadcast(self.op, grad, value, node.outputs[0])
-            conditions, grad = conditions if summed is grad else (), summed
+            choice, grad = choice if summed is grad else None, summed
         grad = self._like(grad, value)
-        self._selections.remember(grad, conditions)
+        self._selections.remember(grad, choice)
         return grad
 
     def _like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
