@@ -143,7 +143,7 @@ def test_other_zeros_stay_unknown(nodes: str) -> None:
     assert np.isnan(grad).all()
 
 
-def count(model: onnx.ModelProto, wrt: str = "x") -> dict[str, int]:
+def count(model: onnx.ModelProto, wrt: Any = "x") -> dict[str, int]:
     built = ortgrad.build_gradient_model(model, wrt=wrt)
     return Counter(node.op_type for node in built.graph.node)
 
@@ -154,6 +154,12 @@ def test_choices_cost_nothing_where_derivatives_are_finite() -> None:
     found = count(make_model(nodes, "3"))
     # One in the forward graph, one for its gradient.
     assert found["Where"] == 2
+    # A normalization's scale and bias in front of an activation.
+    scaled = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 18]> g (float[n, 4] x) => (float[n, 4] y)
+        <float[4] w = {1, 2, 3, 4}, float[4] b = {1, 2, 3, 4}> { s = Mul(x, w) t = Add(s, b) y = Relu(t) }"""
+    )
+    assert not {"Where", "Greater"} & {*count(scaled, ["x", "w", "b"])}
 
 
 def test_the_cost_of_many_choices_is_that_of_each() -> None:

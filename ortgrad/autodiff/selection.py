@@ -16,9 +16,13 @@ import onnx_ir as ir
 from ortgrad.autodiff.rules import Rule
 from ortgrad.graph.recorder import Recorder
 
-# Element-wise operators whose derivative may be infinite or NaN. Those of Div, Mul and Pow depend on the other
-# operand.
+# Element-wise operators whose derivative may be infinite or NaN; that of a power, quotient or product depends
+# on the other operand.
 _SINGULAR = frozenset(["Acos", "Acosh", "Asin", "Atanh", "Cosh", "Log", "Mod", "Reciprocal", "Sinh", "Sqrt"])
+# Operators whose result may not be finite, and those that pass it on; all others are taken to be finite.
+_INFINITE = _SINGULAR | {"Div", "Exp", "Pow", "Tan"}
+_PASSING = frozenset(["Abs", "Add", "Cast", "Identity", "Mul", "Neg", "Sub", "Sum"])
+_STEPS = 8
 
 
 @dataclass(eq=False)
@@ -108,12 +112,24 @@ def _may_be_infinite(node: ir.Node, i: int) -> bool:
         exponent = None if i else _constant(node.inputs[1])
         numbers = None if exponent is None else exponent.numpy()
         return numbers is None or not bool(((numbers >= 1) & (numbers % 1 == 0)).all())
-    if node.op_type in ("Div", "Mul"):
-        # A constant is finite, and if a scalar is not, no element of the result is.
-        other = node.inputs[1 - i]
+    if node.op_type == "Div":
+        # If a scalar is zero, no element of the result is finite.
+        other = node.inputs[1]
         scalar = other is not None and other.shape is not None and not len(other.shape)
-        return (node.op_type == "Div" and i == 1) or not (scalar or _constant(other) is not None)
+        return i == 1 or not (scalar or _constant(other) is not None)
+    if node.op_type == "Mul":
+        return _has_infinities(node.inputs[1 - i], _STEPS)
     return node.op_type in _SINGULAR
+
+
+def _has_infinities(value: ir.Value | None, steps: int) -> bool:
+    """Return whether a value comes from an operator whose result may not be finite, a few steps before."""
+    node = None if value is None else value.producer()
+    if node is None or not steps:
+        return False
+    if node.op_type in _INFINITE:
+        return True
+    return node.op_type in _PASSING and any(_has_infinities(v, steps - 1) for v in node.inputs)
 
 
 def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
