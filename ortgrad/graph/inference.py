@@ -30,7 +30,7 @@ def infer_types(model: ir.Model) -> None:
 
 
 def _infer(model: ir.Model) -> None:
-    with _without_weights(model):
+    with without_weights(model):
         proto = to_proto(model)
         lengths = hide_lengths(proto)
         round_sizes_down(proto.graph)
@@ -52,8 +52,11 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @contextmanager
-def _without_weights(model: ir.Model) -> Iterator[None]:
-    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs."""
+def without_weights(model: ir.Model) -> Iterator[list[ir.Value]]:
+    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs.
+
+    The context is entered with a list of them.
+    """
     graph, inputs = model.graph, list(model.graph.inputs)
     large = []
     for name, value in graph.initializers.items():
@@ -72,7 +75,7 @@ def _without_weights(model: ir.Model) -> Iterator[None]:
             del graph.initializers[name]
             if not value.is_graph_input():
                 graph.inputs.append(value)
-        yield
+        yield [value for _, value in large]
     finally:
         graph.inputs[:] = inputs
         graph.initializers.clear()
