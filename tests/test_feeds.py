@@ -327,6 +327,28 @@ def test_a_node_that_no_output_needs_proves_nothing() -> None:
     np.testing.assert_allclose(grad, 2 * x * (1 - np.tanh(x * x) ** 2), rtol=1e-4, atol=1e-6)
 
 
+def test_a_permutation_is_no_proof() -> None:
+    """onnxruntime removes two Transposes that cancel, so that the node runs on other ranks as well."""
+    model = parse(
+        """g (float[N] x, int64[M] shape, float[1, 2, 5, 4] q) => (float y) {
+            t = Reshape(x, shape) u = Transpose<perm = [0, 2, 1, 3]>(t) w = Transpose<perm = [0, 2, 1, 3]>(u)
+            y = Attention<q_num_heads = 2, kv_num_heads = 2>(w, q, q)
+        }""",
+        24,
+    )
+    built = ortgrad.build_gradient_model(model, wrt=["x", "q"], of="y")
+    x, q = (numbers(*shape).astype(np.float32) for shape in ((24,), (1, 2, 5, 4)))
+    tensors = [torch.tensor(array, requires_grad=True) for array in (x, q)]
+    seed = numbers(1, 2, 3, 4, seed=3).astype(np.float32)
+    _attention(tensors[0].reshape(1, 2, 3, 4), tensors[1]).backward(torch.tensor(seed))
+    feeds = {"x": x, "q": q, "shape": np.array([1, 2, 3, 4])}
+    for kernels in ("auto", "onnx"):
+        for actual, tensor in zip(run(built, feeds, seed, kernels), tensors, strict=True):
+            np.testing.assert_allclose(actual, tensor.grad, rtol=1e-4, atol=1e-6)
+        with pytest.raises(Exception, match="t/transposed_with_4_dimensions"):
+            run(built, {**feeds, "shape": np.array([1, 3, 8])}, seed, kernels)
+
+
 # Conditions and axes that follow from sizes and ranks.
 
 FOLDED = {

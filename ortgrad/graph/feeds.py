@@ -53,7 +53,8 @@ def checked_feeds(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> Arrays:
     found = typed(model, feeds)
     for value in model.graph.input:
         if value.name in found and value.type.WhichOneof("value") == "tensor_type":
-            _check(value, np.asarray(found[value.name]))
+            found[value.name] = np.asarray(found[value.name])
+            _check(value, found[value.name])
     return found
 
 

@@ -52,11 +52,8 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @contextmanager
-def without_weights(model: ir.Model) -> Iterator[list[ir.Value]]:
-    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs.
-
-    The context is entered with a list of them.
-    """
+def without_weights(model: ir.Model) -> Iterator[None]:
+    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs."""
     graph, inputs = model.graph, list(model.graph.inputs)
     large = []
     for name, value in graph.initializers.items():
@@ -75,7 +72,7 @@ def without_weights(model: ir.Model) -> Iterator[list[ir.Value]]:
             del graph.initializers[name]
             if not value.is_graph_input():
                 graph.inputs.append(value)
-        yield [value for _, value in large]
+        yield
     finally:
         graph.inputs[:] = inputs
         graph.initializers.clear()

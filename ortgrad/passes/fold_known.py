@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import FLOAT_TYPES
@@ -162,6 +161,8 @@ class _Evaluation:
             for value, array in zip(node.inputs, arrays, strict=True)
             if value is not None and array is not None
         }
+        from onnx.reference import ReferenceEvaluator  # slow to import, and seldom needed
+
         evaluator = ReferenceEvaluator(ir.to_proto(node), opsets={"": self._opset})
         try:
             with np.errstate(all="ignore"):

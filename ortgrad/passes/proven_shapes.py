@@ -21,7 +21,7 @@ from ortgrad.passes.definitions import infer_defined_types
 from ortgrad.passes.loop_shapes import infer_loop_shapes
 from ortgrad.passes.required_ranks import apply_required_ranks
 
-# Ranks without proof, and where they come from: "declared", "inferred" by onnxruntime, or "seen" in a run.
+# Ranks without proof, and their source: "declared", "transposed", "inferred" (by onnxruntime) or "seen".
 Ranks = Mapping[ir.Value, tuple[int, str]]
 
 

@@ -1,8 +1,8 @@
 """Ranks that follow from the nodes that read or compute a value: a node that runs proves them.
 
 Inference goes from inputs to outputs. Behind an operator that onnx does not know, the rank of a value follows
-from its uses: a GRU reads three dimensions, a Transpose as many as its permutation has, and an activation
-returns as many as it is given. The tables here list what onnxruntime itself requires, which is less than
+from its uses: a GRU reads three dimensions, a MaxPool two more than its kernel has, and an activation returns
+as many as it is given. The tables here list what onnxruntime itself requires, which is less than
 ONNX does: its Gemm also takes a vector on the left, and its RoiAlign images of five dimensions.
 """
 
@@ -27,6 +27,9 @@ def apply_required_ranks(model: ir.Model, outputs: Iterable[ir.Value]) -> bool:
     Types and shapes must be inferred already. A node in a subgraph may never run, so it proves the ranks of
     values of that subgraph only.
     """
+    values = (value for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs))
+    if not any(value is not None and _lacks_rank(value) for value in values):
+        return False
     relations = list(_relations(model.graph, outputs, model.opset_imports[""]))
     found = False
     while sum(_apply(*relation) for relation in relations):
@@ -35,7 +38,7 @@ def apply_required_ranks(model: ir.Model, outputs: Iterable[ir.Value]) -> bool:
 
 
 def _apply(graph: ir.Graph, value: ir.Value, other: ir.Value | None, offset: int) -> bool:
-    if value.shape is not None or value.graph is not graph or not isinstance(value.type, ir.TensorType):
+    if value.graph is not graph or not _lacks_rank(value):
         return False
     rank = offset if other is None else None if other.shape is None else len(other.shape) + offset
     if rank is None or rank < 0:
@@ -44,26 +47,48 @@ def _apply(graph: ir.Graph, value: ir.Value, other: ir.Value | None, offset: int
     return True
 
 
+def _lacks_rank(value: ir.Value) -> bool:
+    return value.shape is None and isinstance(value.type, ir.TensorType)
+
+
+def transposed_ranks(model: ir.Model, outputs: Iterable[ir.Value]) -> dict[ir.Value, int]:
+    """Return the ranks of values that are transposed by a permutation.
+
+    They are no proof: onnxruntime removes Transposes that cancel, and with them their requirements.
+    """
+    found = {}
+    for graph, node in _needed(model.graph, outputs):
+        value, perm = node.inputs[0] if node.inputs else None, node.attributes.get("perm")
+        if node.op_type == "Transpose" and value is not None and value.graph is graph and perm is not None:
+            found[value] = len(perm.as_ints())
+    return found
+
+
 def _relations(
     graph: ir.Graph, outputs: Iterable[ir.Value], opset: int
 ) -> Iterator[tuple[ir.Graph, ir.Value, ir.Value | None, int]]:
     """Yield relations between the ranks of values, each with the graph in which it is proven."""
-    needed = set(outputs)
-    for node in reversed(graph):
-        if not any(value in needed for value in node.outputs):
-            continue
-        needed.update(dependencies(node))
+    for place, node in _needed(graph, outputs):
         for value, other, offset in _of_node(node, opset):
             if value is not None:
-                yield graph, value, other, offset
+                yield place, value, other, offset
             if value is not None and other is not None:
-                yield graph, other, value, -offset
-        for inner in subgraphs(node):
-            if node.op_type == "If":
-                # The result is that of the branch that ran.
-                for result, output in zip(inner.outputs, node.outputs, strict=True):
-                    yield inner, result, output, 0
-            yield from _relations(inner, inner.outputs, opset)
+                yield place, other, value, -offset
+        for inner in subgraphs(node) if node.op_type == "If" else ():
+            # The result is that of the branch that ran.
+            for result, output in zip(inner.outputs, node.outputs, strict=True):
+                yield inner, result, output, 0
+
+
+def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[tuple[ir.Graph, ir.Node]]:
+    """Yield the nodes on which the outputs depend, and those in their subgraphs, each with its graph."""
+    needed = set(outputs)
+    for node in reversed(graph):
+        if any(value in needed for value in node.outputs):
+            needed.update(dependencies(node))
+            yield graph, node
+            for inner in subgraphs(node):
+                yield from _needed(inner, inner.outputs)
 
 
 def _of_node(node: ir.Node, opset: int) -> Iterator[Relation]:
@@ -114,12 +139,6 @@ def _conv(node: ir.Node, attributes: Attributes) -> Found:
     yield 1, 0, 0
     if attributes.get("kernel_shape"):
         yield 0, None, len(attributes["kernel_shape"]) + 2
-
-
-def _transpose(node: ir.Node, attributes: Attributes) -> Found:
-    yield ~0, 0, 0
-    if attributes.get("perm"):
-        yield 0, None, len(attributes["perm"])
 
 
 def _einsum(node: ir.Node, attributes: Attributes) -> Found:
@@ -225,7 +244,7 @@ _SAME = _names(
     LayerNormalization LeakyRelu Log LogSoftmax LpNormalization MeanVarianceNormalization Mish Neg Not
     QuantizeLinear DequantizeLinear RMSNormalization Reciprocal Relu ReverseSequence RotaryEmbedding Round
     ScatterElements ScatterND Selu Shrink Sigmoid Sign SimplifiedLayerNormalization Sin Sinh Slice Softmax
-    Softplus Softsign Sqrt Swish Tan Tanh TensorScatter ThresholdedRelu TopK Trilu"""
+    Softplus Softsign Sqrt Swish Tan Tanh TensorScatter ThresholdedRelu TopK Transpose Trilu"""
 )
 _REDUCTIONS = _names(
     """ArgMax ArgMin ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd
@@ -243,7 +262,6 @@ _FUNCTIONS: dict[str, Callable[[ir.Node, Attributes], Found]] = {
     "Conv": lambda node, attributes: [*_conv(node, attributes), (~0, 0, 0)],
     "ConvTranspose": lambda node, attributes: [*_conv(node, attributes), (~0, 0, 0)],
     f"{DOMAIN}::FusedConv": lambda node, attributes: [*_conv(node, attributes), (~0, 0, 0)],
-    "Transpose": _transpose,
     "Einsum": _einsum,
     "Concat": _concat,
     "Split": _split,

@@ -12,13 +12,13 @@ import onnxruntime
 
 from ortgrad.errors import ModelError, NodeError
 from ortgrad.graph.inference import without_weights
-from ortgrad.graph.loading import one_line, onnxruntime_errors
+from ortgrad.graph.loading import LARGEST_MESSAGE, one_line, onnxruntime_errors
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import write
 from ortgrad.pipelines.prepare import prepare_loaded
 
-_ERRORS: tuple[type[Exception], ...] = (NodeError, *onnxruntime_errors())
+_ERRORS: tuple[type[Exception], ...] = (NodeError, RuntimeError, *onnxruntime_errors())
 _TENSORS = {f"tensor({t.name.lower()})": t for t in ir.DataType}
 
 
@@ -61,14 +61,11 @@ def see_ranks(
     shapes = [op.Shape(inner[value.name]) for value in tensors]
     run.graph.extend(op.nodes)
     run.graph.outputs[:] = shapes
-    with without_weights(run) as weights:
-        proto = write(run, source)
-        # Defaults of inputs may be fed; the others are weights that do not fit into a small model.
-        fed = {
-            value.name or "": value.const_value.numpy() for value in weights if value.const_value is not None
-        }
+    proto = write(run, source)
+    if proto.ByteSize() >= LARGEST_MESSAGE:
+        raise ModelError("the model is larger than 2 GB, so it cannot be run on feeds; declare shapes")
     try:
-        results = _session(prepare_loaded(proto, "onnx", bodies=False)).run(None, {**fed, **feeds})
+        results = _session(prepare_loaded(proto, "onnx", bodies=False)).run(None, dict(feeds))
     except _ERRORS as error:
         raise ModelError(f"the model does not run on these feeds: {one_line(error)}") from error
     return {value: len(shape) for value, shape in zip(tensors, results, strict=True)}

@@ -35,6 +35,7 @@ from ortgrad.passes.proven_shapes import (
     infer_proven_shapes,
     unknown_ranks,
 )
+from ortgrad.passes.required_ranks import transposed_ranks
 from ortgrad.passes.resolve_sequences import resolve_sequences
 from ortgrad.passes.separate_targets import separate_targets
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
@@ -123,7 +124,7 @@ def _plan(
             # What was folded may have followed from the value of a target.
             return _plan(source, wrt, of, trusting=trusting, feeds=feeds, folding=False)
         infer_proven_shapes(model)
-    if not set(outputs) <= set(graph.outputs):
+    if not set(outputs) <= set(graph.outputs) and unknown_ranks(graph, outputs):
         infer_further_shapes(model, outputs)
     proven = {value.name or "": value.shape for value in (*targets, *outputs)}
     scalars = {v.name for v in outputs if v.shape is None and declared.ranks.get(v) == 0}
@@ -164,6 +165,8 @@ def _unproven_ranks(
     """Return ranks for values without one, each with its source; the last of several sources counts."""
     values = unknown_ranks(model.graph, outputs)
     ranks = {value: (rank, "declared") for value, rank in declared.ranks.items()}
+    transposed = transposed_ranks(model, [*model.graph.outputs, *outputs])
+    ranks |= {value: (rank, "transposed") for value, rank in transposed.items()}
     if values:
         told = ask_onnxruntime(model, source, values)
         ranks |= {value: (rank, "inferred") for value, rank in told.items()}
