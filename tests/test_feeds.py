@@ -419,6 +419,20 @@ def test_ifs_that_are_not_known(condition: str) -> None:
         np.testing.assert_allclose(grad, 4 * x if count == 2 else np.full_like(x, 2 * a), rtol=1e-6)
 
 
+def test_constants_remain_what_they_are() -> None:
+    """The rank of the result is not known, although all that decides about it is a constant."""
+    model = parse(
+        """g (float x, float[2] values) => (float y) {
+            n = Constant<value = int64 {3}>() a = ArgMax<axis = 0, keepdims = 0>(x) h = OneHot(a, n, values)
+            s = ReduceSum<keepdims = 0>(x) y = Mul(h, s)
+        }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt=["values"], of="y")
+    x = np.float32([[1, 4], [3, 2]])
+    (grad,) = run(built, {"x": x, "values": np.float32([0, 1])}, np.ones((2, 3), np.float32), "auto")
+    np.testing.assert_allclose(grad, [40, 20])
+
+
 def test_sizes_that_follow_from_a_target() -> None:
     """The scales of a Resize decide about an If, but are fed."""
     model = parse(

@@ -51,7 +51,7 @@ def _deciding(node: ir.Node) -> Iterator[int]:
         if value is None or not isinstance(value.type, ir.TensorType) or value.dtype in FLOAT_TYPES:
             continue
         producer = value.producer()
-        if producer is not None and _standard(producer) and producer.op_type in _EVALUATED:
+        if producer is not None and _standard(producer) and producer.op_type in _EVALUATED - {"Constant"}:
             yield i
 
 
