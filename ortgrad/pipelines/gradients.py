@@ -26,6 +26,7 @@ from ortgrad.passes.expand_unsupported import expand_unsupported, straight_throu
 from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.fold_known import fold_known_values
 from ortgrad.passes.inline import inline
+from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import (
     Declared,
@@ -64,6 +65,8 @@ class Plan:
     # The inferred shapes of targets and outputs, which do not rely on declared ones.
     proven: Mapping[str, ir.Shape | None]
     declared: Declared
+    # Names that the inputs' dimensions have meanwhile.
+    dimensions: set[str]
     # The text of the StoppedGradientWarning, if there is one.
     stopped: str | None
 
@@ -106,6 +109,7 @@ def _plan(
         if seen is not None and value.shape is None and isinstance(value.type, ir.TensorType):
             # onnxruntime refuses other feeds than declared.
             value.shape = ir.Shape([None] * np.ndim(seen))
+    dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
     folded = False
     while folding and fold_known_values(model, wrt):
@@ -152,7 +156,7 @@ def _plan(
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
-    return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
+    return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped)
 
 
 def _unproven_ranks(
@@ -218,6 +222,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
         attach,
     )
     planned.declared.restore_borders()
+    forget_dimensions(model, planned.dimensions)
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
     model.metadata_props.update(describe_build(*names))
     return write(model, source)
