@@ -69,14 +69,14 @@ def judge(path: Path, ways: Sequence[str] = WAYS) -> Verdict:
     # The call that is exported holds the module as `function`.
     targets = {name: name.removeprefix("" if name in names else "function.") for name in wanted}
     targets = {name: target for name, target in targets.items() if target in names}
+    if any(np.isnan(array).any() for array in (*found.values(), *results.values())):
+        return NAN, ""
     for name in results:
         difference = differs(found[name], data[f"out:{name}"], data[f"out64:{name}"])
         if difference:
             if any(n.op_type in DRAWN or n.op_type.startswith("Random") for n in model.graph.node):
                 return RANDOM, ""
             return _by_differences(path, feeds, list(targets.values()), list(results)), difference
-    if any(np.isnan(array).any() for array in found.values()):
-        return NAN, ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ortgrad.StoppedGradientWarning)
         try:
