@@ -67,12 +67,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser(
         "explain",
-        help="show what each node of a model becomes",
-        description="List the nodes of a model: the operators that compute their gradients, or why there are "
-        "none. The exit code is 3 if one cannot be differentiated.",
+        help="show what the nodes of a model become",
+        description="Count the nodes of a model by operator, with the operators that compute gradients, "
+        "and name those that are special: that cannot be differentiated, stop the gradient, round, or are "
+        "differentiated through a definition. The exit code is 3 if one cannot be differentiated.",
     )
     _add_model(explain)
     _add_names(explain, PARAMETERS, FIRST_OUTPUT)
+    explain.add_argument("--all", action="store_true", help="a line for every node instead")
 
     ops = commands.add_parser(
         "ops",
