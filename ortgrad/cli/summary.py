@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from ortgrad.pipelines.explain import Explanation
 
 NAMES = 3  # shown of each group of nodes
+QUOTED = r"'[^']*'"
 FEWEST_ROWS = 8  # of the table, on however small a terminal
 
 
@@ -60,30 +62,32 @@ def _counted(title: str, items: Iterable[Explanation], columns: int) -> list[str
 
 def _special(found: Iterable[Explanation], columns: int) -> list[str]:
     """Return lines on nodes that are refused, stop the gradient, round, or were replaced, in groups."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for item in found:
-        kinds = {
-            f"NOT SUPPORTED: {item.reason}": not item.supported,
-            "the gradient stops here": item.stops,
-            "straight-through: differentiated as if it did not round": item.straight_through,
-            "differentiated through its definition": item.defined,
-        }
-        for kind in (kind for kind, is_so in kinds.items() if is_so):
-            groups.setdefault((kind, item.operator), []).append(item.node)
-    # Refusals first, the largest group of each kind first.
-    order = {kind: i for i, (kind, _) in enumerate(sorted(groups, key=_refused_first))}
+        for number, (text, holds) in enumerate(
+            (
+                (f"NOT SUPPORTED: {item.reason}", not item.supported),
+                ("the gradient stops here", item.stops),
+                ("straight-through: differentiated as if it did not round", item.straight_through),
+                ("differentiated through its definition", item.defined),
+            )
+        ):
+            if holds:
+                # Reasons that differ only in the values they name are one.
+                general = f"{number} {re.sub(QUOTED, '...', text)}"
+                groups.setdefault((general, item.operator), []).append((item.node, text))
     lines = []
-    for (kind, operator), nodes in sorted(groups.items(), key=lambda g: (order[g[0][0]], -len(g[1]))):
-        text = f"{operator}, {_count(len(nodes), 'node')}: {kind}"
-        lines += textwrap.wrap(text, columns, subsequent_indent="  ", break_long_words=False)
-        more = len(nodes) - NAMES
+    # Refusals first, and the largest group of each kind.
+    for (general, operator), items in sorted(groups.items(), key=lambda g: (g[0][0][0], -len(g[1]))):
+        texts = {text for _, text in items}
+        text = texts.pop() if len(texts) == 1 else general[2:]
+        line = f"{operator}, {_count(len(items), 'node')}: {text}"
+        lines += textwrap.wrap(line, columns, subsequent_indent="  ", break_long_words=False)
+        more = len(items) - NAMES
         tail = f" ... and {more} more (--all)" if more > 0 else ""
-        lines.append(_cut("    " + ", ".join(nodes[:NAMES]), columns - len(tail)) + tail)
+        names = ", ".join(node for node, _ in items[:NAMES])
+        lines.append(_cut(f"    {names}", columns - len(tail)) + tail)
     return lines
-
-
-def _refused_first(group: tuple[str, str]) -> bool:
-    return not group[0].startswith("NOT SUPPORTED")
 
 
 def _count(number: int, noun: str) -> str:
@@ -91,4 +95,4 @@ def _count(number: int, noun: str) -> str:
 
 
 def _cut(line: str, columns: int) -> str:
-    return line if len(line) <= columns else line[: max(columns - 4, 1)].rstrip() + " ..."
+    return line if len(line) <= columns else line[: max(columns - 4, 1)].rstrip(" ,") + " ..."
