@@ -63,6 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--feeds", metavar="FILE.npz", help="inputs by name; the others are drawn at random (see numpy.savez)"
     )
+    check.add_argument(
+        "--seconds",
+        type=float,
+        default=180.0,
+        metavar="N",
+        help="time for the gradients, and as much again for --per-node; what is left then is not judged "
+        "(default: 180)",
+    )
     _add_progress(check)
 
     explain = commands.add_parser(
