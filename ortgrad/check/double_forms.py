@@ -25,8 +25,7 @@ from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.passes.opset import at_minimum_opset
 
-MANY_CHANNELS = 16  # from here on, there is one product per element of a kernel
-LARGEST_KERNEL = 1024
+LARGEST_KERNEL = 16  # elements for each of which there is a product; larger ones need columns
 SERIES, FRACTION = 40, 60  # terms of the error function, below and above 2
 END = np.iinfo(np.int64).max
 
@@ -63,23 +62,28 @@ def _conv(op: Recorder, node: NodeView) -> ir.Value:
     outputs, channels, size = dims[0], dims[1], dims[2:]
     groups = node.attribute("group", 1)
     if math.prod(size) > LARGEST_KERNEL:
-        raise node.unsupported("its kernel is large")
-    parts = _parts(op, node, x, size, 0.0)
-    # Kernels as (elements, groups, outputs, channels); X as (batch, groups, channels, places).
-    order = [*range(2, len(dims)), 0, 1]
-    kernels = op.Reshape(op.Transpose(w, perm=order), _ints(op, [-1, groups, outputs // groups, channels]))
-    flat = [op.Reshape(part, _ints(op, [0, groups, channels, -1])) for part in parts]
-    at_once = 1 if channels >= MANY_CHANNELS else len(flat)
-    products = []
-    for start in range(0, len(flat), at_once):
-        columns = flat[start] if at_once == 1 else op.Concat(*flat, axis=2)
-        chosen = op.Slice(kernels, _ints(op, [start]), _ints(op, [start + at_once]), _ints(op, [0]))
-        chosen = op.Reshape(
-            op.Transpose(chosen, perm=[1, 2, 0, 3]), _ints(op, [groups, outputs // groups, -1])
+        columns, places = _columns(op, node, x, size)
+        # X as (batch, groups, channels * elements, places).
+        columns = op.Reshape(columns, _ints(op, [0, groups, channels * math.prod(size), -1]))
+        product = op.MatMul(op.Reshape(w, _ints(op, [groups, outputs // groups, -1])), columns)
+    else:
+        parts = _parts(op, node, x, size)
+        places = op.Shape(parts[0], start=2)
+        # Kernels as (elements, groups, outputs, channels), X as (batch, groups, channels, places).
+        kernels = op.Reshape(
+            op.Transpose(w, perm=[*range(2, len(dims)), 0, 1]),
+            _ints(op, [-1, groups, outputs // groups, channels]),
         )
-        products.append(op.MatMul(chosen, columns))
-    places = op.Shape(parts[0], start=2)
-    y = op.Reshape(op.sum(products), op.Concat(_ints(op, [0, outputs]), places, axis=0))
+        product = op.sum(
+            [
+                op.MatMul(
+                    op.Gather(kernels, np.int64(i), axis=0),
+                    op.Reshape(part, _ints(op, [0, groups, channels, -1])),
+                )
+                for i, part in enumerate(parts)
+            ]
+        )
+    y = op.Reshape(product, op.Concat(_ints(op, [0, outputs]), places, axis=0))
     return y if b is None else y + op.Reshape(b, _ints(op, [-1, *[1] * len(size)]))
 
 
@@ -87,30 +91,52 @@ def _average_pool(op: Recorder, node: NodeView) -> ir.Value:
     size = node.attribute("kernel_shape")
     if node.attribute("ceil_mode"):
         raise node.unsupported("its size is rounded up")
-    total = op.sum(_parts(op, node, node.input(0), size, 0.0))
+    total = op.sum(_parts(op, node, node.input(0), size))
     if node.attribute("count_include_pad"):
         return total / float(math.prod(size))
-    return total / op.sum(_parts(op, node, op.full_like(node.input(0), 1.0), size, 0.0))
+    return total / op.sum(_parts(op, node, op.full_like(node.input(0), 1.0), size))
 
 
-def _parts(op: Recorder, node: NodeView, x: ir.Value, size: Sequence[int], fill: float) -> list[ir.Value]:
+def _parts(op: Recorder, node: NodeView, x: ir.Value, size: Sequence[int]) -> list[ir.Value]:
     """Return for every element of the kernel the part of X that it meets."""
-    axes = len(size)
-    if node.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise node.unsupported("its pads depend on the shape of X")
-    pads = node.attribute("pads") or [0] * (2 * axes)
-    strides = node.attribute("strides") or [1] * axes
-    gaps = node.attribute("dilations") or [1] * axes
-    if any(pads):
-        x = op.Pad(x, _ints(op, [0, 0, *pads[:axes], 0, 0, *pads[axes:]]), fill)
+    if math.prod(size) > LARGEST_KERNEL:
+        raise node.unsupported("its kernel is large")
+    x, strides, gaps = _padded(op, node, x, len(size))
+    axes = list(range(2, 2 + len(size)))
     found = []
     for element in itertools.product(*(range(k) for k in size)):
         starts = [i * gap for i, gap in zip(element, gaps, strict=True)]
         left = [(k - 1 - i) * gap for i, k, gap in zip(element, size, gaps, strict=True)]
         ends = [-n if n else END for n in left]
-        spatial = list(range(2, 2 + axes))
-        found.append(op.Slice(x, *(_ints(op, each) for each in (starts, ends, spatial, strides))))
+        found.append(op.Slice(x, *(_ints(op, each) for each in (starts, ends, axes, strides))))
     return found
+
+
+def _columns(op: Recorder, node: NodeView, x: ir.Value, size: Sequence[int]) -> tuple[ir.Value, ir.Value]:
+    """Return X as (batch, channels, elements of the kernel, places), and the shape of the places."""
+    x, strides, gaps = _padded(op, node, x, len(size))
+    lengths = []
+    for i, (k, step, gap) in enumerate(zip(size, strides, gaps, strict=True)):
+        axis = 2 + 2 * i  # every axis before this one has become two
+        length = op.Gather(op.Shape(x), np.int64(axis), axis=0)
+        starts = op.Range(np.int64(0), length - np.int64((k - 1) * gap), np.int64(step))
+        lengths.append(op.Shape(starts))
+        offsets = op.constant(gap * np.arange(k, dtype=np.int64).reshape(-1, 1))
+        x = op.Gather(x, offsets + starts, axis=axis)
+    order = [0, 1, *range(2, 2 + 2 * len(size), 2), *range(3, 3 + 2 * len(size), 2)]
+    return op.Transpose(x, perm=order), op.Concat(*lengths, axis=0)
+
+
+def _padded(
+    op: Recorder, node: NodeView, x: ir.Value, axes: int
+) -> tuple[ir.Value, Sequence[int], Sequence[int]]:
+    """Return X with its pads, the strides and the dilations."""
+    if node.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        raise node.unsupported("its pads depend on the shape of X")
+    pads = node.attribute("pads") or [0] * (2 * axes)
+    if any(pads):
+        x = op.Pad(x, _ints(op, [0, 0, *pads[:axes], 0, 0, *pads[axes:]]), 0.0)
+    return x, node.attribute("strides") or [1] * axes, node.attribute("dilations") or [1] * axes
 
 
 def _global_pool(reduce: str) -> Form:
