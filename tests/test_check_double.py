@@ -31,7 +31,6 @@ ERF = np.vectorize(math.erf)
 EXACT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Gelu": lambda x: 0.5 * x * (1 + ERF(x / math.sqrt(2))),
     "Gelu tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "Celu": lambda x: np.maximum(x, 0) + np.minimum(0, np.expm1(x)),
 }
 
 

@@ -232,6 +232,5 @@ FORMS: dict[str, Form] = {
     "LeakyRelu": _hinge(lambda op, x, node: x * node.attribute("alpha")),
     "PRelu": _hinge(lambda op, x, node: x * node.input(1)),
     "Elu": _hinge(lambda op, x, node: (op.Exp(x) - 1.0) * node.attribute("alpha")),
-    "Celu": _hinge(lambda op, x, node: (op.Exp(x / node.attribute("alpha")) - 1.0) * node.attribute("alpha")),
     "Selu": _hinge(lambda op, x, node: (op.Exp(x) - 1.0) * node.attribute("alpha"), "gamma"),
 }
