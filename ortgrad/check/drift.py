@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 
 from ortgrad.check.double_precision import low_values
-from ortgrad.check.sessions import Arrays, CannotRunError, Run, on_onnxruntime
+from ortgrad.check.sessions import CannotRunError, Run, on_onnxruntime
 from ortgrad.errors import OrtgradError
+from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.protos import copy_of
 
 AT_ONCE = 64  # values that are kept in memory

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ortgrad.check.differences import Derivative, Differences, rounding_of
-from ortgrad.check.sessions import Arrays
+from ortgrad.graph.feeds import Arrays
 
 # The allowed relative error of a gradient by its element type. A larger error is compared with measured
 # rounding.

@@ -19,7 +19,8 @@ from onnx.reference.ops.op_average_pool import AveragePool_19
 from onnx.reference.ops.op_max_pool import MaxPool as ReferenceMaxPool
 from onnx.reference.ops.op_resize import Resize as ReferenceResize
 
-from ortgrad.check.sessions import Arrays, CannotRunError, Run, typed
+from ortgrad.check.sessions import CannotRunError, Run
+from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.pipelines.prepare import prepare_loaded
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 
 from ortgrad.cli.exit_codes import UNSUPPORTED, fail
+from ortgrad.cli.files import given_feeds
 from ortgrad.cli.summary import summary
 from ortgrad.pipelines.explain import Explanation, explain
 
@@ -15,7 +16,7 @@ NO_TERMINAL = (100, 50)  # columns and lines where nothing tells the size of the
 
 def command(arguments: argparse.Namespace) -> int:
     """Print a summary, or a line for each node."""
-    found = explain(arguments.model, wrt=arguments.wrt, of=arguments.of)
+    found = explain(arguments.model, wrt=arguments.wrt, of=arguments.of, feeds=given_feeds(arguments.feeds))
     lines = _all_nodes(found) if arguments.all else summary(found, *shutil.get_terminal_size(NO_TERMINAL))
     for line in lines:
         print(line)
