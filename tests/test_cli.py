@@ -18,6 +18,8 @@ import ortgrad
 from ortgrad.check.sessions import Backward
 from ortgrad.cli import demo, exit_codes, files, main
 from ortgrad.cli.progress import Progress
+from ortgrad.cli.summary import summary
+from ortgrad.pipelines.explain import Explanation
 
 ROOT = Path(__file__).parents[1]
 CNN = str(ROOT / "models" / "cnn.onnx")
@@ -280,12 +282,23 @@ def test_explain_of_a_large_model_fits_a_screen(
     assert "QuantizeLinear, 8 nodes: straight-through: differentiated as if it did not round" in text
     assert "Round, 8 nodes: the gradient stops here round0, round1, round2 ... and 5 more (--all)" in text
     assert "FusedGemm, 8 nodes: differentiated through its definition" in text
-    reason = "NOT SUPPORTED: the number of dimensions of its input ... is not known"
-    assert f"Gemm, 8 nodes: {reason}" in text
     # The refusals come first.
     assert text.index("NOT SUPPORTED") < text.index("straight-through")
     assert main(["explain", path, "--wrt", "x", "--all"]) == 3
     assert len(capsys.readouterr().out.splitlines()) > 8 * 18
+
+
+def test_refusals_that_differ_in_names_are_one_group() -> None:
+    found = [
+        Explanation(f"n{i}", "Foo", reason=f"the rank of 'v{i}' is not known", supported=False)
+        for i in range(5)
+    ]
+    assert summary(found, 80, 24) == [
+        "5 nodes",
+        "Foo, 5 nodes: NOT SUPPORTED: the rank of ... is not known",
+        "    n0, n1, n2 ... and 2 more (--all)",
+    ]
+    assert "Foo, 1 node: NOT SUPPORTED: the rank of 'v0' is not known" in summary(found[:1], 80, 24)
 
 
 def test_ops(capsys: pytest.CaptureFixture[str]) -> None:

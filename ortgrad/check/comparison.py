@@ -72,9 +72,6 @@ class Comparison:
         self._generator = generator
         self._clock = clock
         self._drift = cache(lambda: objective.forward.drift(objective.first.feeds))
-        started = time.perf_counter()
-        objective.forward.run(objective.first.feeds)
-        self._seconds = time.perf_counter() - started
 
     def compare(self, names: Sequence[str], add: Callable[[Row], None]) -> None:
         """Call `add` with the verdict on the gradient with respect to each of the targets, in any order."""
@@ -96,7 +93,7 @@ class Comparison:
 
     def _groups(self, names: Sequence[str]) -> deque[Sequence[str]]:
         """Return the targets in groups of equal size, which is 1 if there is time."""
-        cost = 2 * self._seconds * len(names)
+        cost = 2 * self._objective.seconds * len(names)
         limit = min(PATIENCE, self._clock.left / 4)
         size = 1
         if self._directions * cost > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,7 +50,9 @@ class Objective:
         self.forward = forward
         self.passes = passes
         self._generator = generator
+        started = time.perf_counter()
         base = forward.run(forward.feeds)
+        self.seconds = time.perf_counter() - started  # that one forward pass takes
         self._weights = {
             # No differences can be computed for outputs that are not finite.
             name: np.where(np.isfinite(base[name]), generator.standard_normal(base[name].shape), 0.0)
@@ -58,7 +61,7 @@ class Objective:
             for name in outputs
         }
         self._seeds = dict(zip(seeds, self._weights.values(), strict=bool(seeds)))
-        self.first = self._point(forward.feeds)
+        self.first = self._point(forward.feeds, self._weighted(base))
         self._beside: dict[int, Point | None] = {}
 
     def point(self, number: int) -> Point | None:
@@ -136,8 +139,7 @@ class Objective:
             point.perturbed[number] = runs
         return point.perturbed[number]
 
-    def _point(self, feeds: Arrays) -> Point:
-        base = self._terms(feeds)
+    def _point(self, feeds: Arrays, base: np.ndarray) -> Point:
         own = self._weighted(self.forward.own(feeds))
         size = float(np.linalg.norm(base))
         rounding = float(np.linalg.norm(own - base)) / size if size > 0 and own.shape == base.shape else 0.0
@@ -155,7 +157,7 @@ class Objective:
             sign = 1.0 if upwards else self._generator.choice([-1.0, 1.0], array.shape)
             moved[name] = np.asarray(array.astype(np.float64) + size_of(array) * shift * sign, array.dtype)
         try:
-            point = self._point(moved)
+            point = self._point(moved, self._terms(moved))
         except (CannotRunError, ModelError):
             return None
         return point if point.base.shape == self.first.base.shape and np.isfinite(point.base).all() else None
