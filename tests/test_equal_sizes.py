@@ -125,3 +125,23 @@ def test_names_of_the_file_are_kept() -> None:
     assert shapes["a"] == ["N", 2, "A", "B"]
     assert shapes["b"] == [2, 2, "A", "C"]
     assert shapes["y"][2:] == ["h", "w"]
+
+
+@pytest.mark.parametrize(
+    ("node", "kept"),
+    [
+        ('Resize<mode = "linear">(x, , s)', ["N", 2, None, "W"]),
+        ('Resize<mode = "linear", axes = [0, 1, 3, 2]>(x, , s)', [None, 2, None, None]),
+        (
+            'Resize<mode = "linear", coordinate_transformation_mode = "tf_crop_and_resize">(x, r, s)',
+            [None, 2, None, None],
+        ),
+    ],
+)
+def test_sizes_that_resize_keeps(node: str, kept: list[int | str | None]) -> None:
+    model = parser.parse_model(
+        f"{HEADER} (float[N, 2, H, W] x, float[8] r) => (float[n, c, h, w] y) <float[4] s = {{1, 1, 2, 1}}>"
+        f"{{ z = {node} y = Identity(z) }}"
+    )
+    found = named_shapes(model)["z"]
+    assert [name if name in ("N", "H", "W") or isinstance(name, int) else None for name in found] == kept

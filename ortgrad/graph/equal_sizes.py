@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx_ir as ir
 
@@ -74,7 +75,7 @@ class _Names:
     def current(self, dim: int | ir.SymbolicDim) -> int | str | None:
         """The dimension under its new name."""
         if isinstance(dim, int) or dim.value is None:
-            return None if not isinstance(dim, int) else dim
+            return dim if isinstance(dim, int) else None
         return self.renamed.get(dim.value, dim.value)
 
     def equate(self, dim: int | ir.SymbolicDim, size: _Size) -> None:
@@ -97,19 +98,17 @@ class _Names:
 
 def _of_windows(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
     """The sizes of the output of a convolution or pool."""
-    x, kernel = node.inputs[0], _kernel(node)
-    if x is None or x.shape is None or kernel is None or len(x.shape) != len(kernel) + 2:
+    x, kernel = _input(node, 0), _kernel(node)
+    if x is None or x.shape is None or not kernel or len(x.shape) != len(kernel) + 2:
         return []
     rank = len(kernel)
-    auto_pad = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    auto_pad = _attribute(node, "auto_pad", ir.AttributeType.STRING) or "NOTSET"
     strides, dilations = (_ints(node, name) or [1] * rank for name in ("strides", "dilations"))
     pads = (_ints(node, "pads") if auto_pad == "NOTSET" else None) or [0] * (2 * rank)
-    ceil = "ceil_mode" in node.attributes and node.attributes["ceil_mode"].as_int() and max(strides) > 1
-    if (
-        ceil
-        or auto_pad.startswith("SAME")
-        or (len(strides), len(dilations), len(pads)) != (rank, rank, 2 * rank)
-    ):
+    if (len(strides), len(dilations), len(pads)) != (rank, rank, 2 * rank):
+        return []
+    rounds_up = _attribute(node, "ceil_mode", ir.AttributeType.INT) and max(strides) > 1
+    if rounds_up or auto_pad.startswith("SAME"):
         return []
     sizes: list[_Size | None] = [None, None]
     for i in range(rank):
@@ -124,13 +123,24 @@ def _kernel(node: ir.Node) -> list[int] | None:
     given = _ints(node, "kernel_shape")
     if given or node.op_type != "Conv":
         return given
-    w = node.inputs[1].shape if len(node.inputs) > 1 and node.inputs[1] is not None else None
-    sizes = [] if w is None else [n for n in list(w)[2:] if isinstance(n, int)]
-    return sizes if w is not None and len(sizes) == len(w) - 2 else None
+    w = _input(node, 1)
+    sizes = [] if w is None or w.shape is None else list(w.shape)[2:]
+    known = [size for size in sizes if isinstance(size, int)]
+    return known if len(known) == len(sizes) else None
 
 
-def _ints(node: ir.Node, name: str) -> list[int] | None:
-    return list(node.attributes[name].as_ints()) if name in node.attributes else None
+def _ints(node: ir.Node, name: str) -> list[int]:
+    return list(_attribute(node, name, ir.AttributeType.INTS) or ())
+
+
+def _attribute(node: ir.Node, name: str, kind: ir.AttributeType) -> Any:
+    """The value of an attribute; None if it is absent or not of this kind, which is for others to report."""
+    attribute = node.attributes.get(name)
+    return attribute.value if attribute is not None and attribute.type == kind else None
+
+
+def _input(node: ir.Node, i: int) -> ir.Value | None:
+    return node.inputs[i] if i < len(node.inputs) else None
 
 
 def _of_operands(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
@@ -150,9 +160,12 @@ def _of_operands(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
 
 def _of_scales(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
     """The sizes that a Resize keeps."""
-    x, scales = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    x, scales = _input(node, 0), _input(node, 2)
     tensor = None if scales is None or scales.is_graph_input() else ir.convenience.get_const_tensor(scales)
     if x is None or x.shape is None or tensor is None or tensor.size != len(x.shape):
+        return []
+    mode = _attribute(node, "coordinate_transformation_mode", ir.AttributeType.STRING)
+    if "axes" in node.attributes or mode == "tf_crop_and_resize":
         return []
     kept = tensor.numpy() == 1
     dims = [names.current(dim) for dim in x.shape]
