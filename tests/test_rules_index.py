@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,12 +88,51 @@ def test_scatter(
     check_rule(op_type, inputs, {**attributes, "reduction": reduction}, wrt=["a", "c"])
 
 
-@pytest.mark.parametrize("reduction", ["add", "mul", "max", "min"])
-@pytest.mark.parametrize("op_type", ["ScatterElements", "ScatterND"])
-def test_scatter_to_one_place(op_type: str, reduction: str) -> None:
-    indices = ints(1, 1, 0, 1) if op_type == "ScatterElements" else ints([1], [1], [0], [1])
-    inputs = [normal(4), indices, normal(4, seed=1)]
-    check_rule(op_type, inputs, {"reduction": reduction}, wrt=["a", "c"], second=reduction in ("add", "mul"))
+REPEATED: list[tuple[str, np.ndarray, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ("ScatterElements", ints(1, 1, 0, 1), (4,), (4,), {}),
+    ("ScatterElements", ints(1, -3, 0, -4), (4,), (4,), {}),
+    ("ScatterElements", ints([0, 2, 2, 0], [1, 0, -1, -2]), (3, 3), (2, 4), {"axis": 1}),
+    ("ScatterElements", ints([0, 2], [0, 1], [-3, 2]), (3, 2), (3, 2), {"axis": 0}),
+    ("ScatterND", ints([1], [1], [0], [1]), (4,), (4,), {}),
+    ("ScatterND", ints([1], [-2], [0]), (3, 2), (3, 2), {}),
+    ("ScatterND", ints([[1, 0], [0, 1]], [[1, 0], [-1, -2]]), (2, 2, 3), (2, 2, 3), {}),
+]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("op_type", "indices", "shape", "updates", "attributes"), REPEATED)
+def test_scatter_to_one_place(
+    op_type: str,
+    indices: np.ndarray,
+    shape: tuple[int, ...],
+    updates: tuple[int, ...],
+    attributes: dict[str, Any],
+    reduction: str,
+) -> None:
+    inputs = [normal(*shape), indices, normal(*updates, seed=1)]
+    attributes = {**attributes, "reduction": reduction}
+    check_rule(op_type, inputs, attributes, wrt=["a", "c"], second=reduction in ("none", "add", "mul"))
+    if reduction == "none":
+        # What is known of the indices decides how the last update is found.
+        for symbolic in (False, True):
+            check_rule(op_type, inputs, attributes, wrt=["a", "c"], constants=[1], symbolic=symbolic)
+
+
+@pytest.mark.parametrize("indices", [[0, 2, 2, 1], [3, 3, -1, 3], [0, 1, 2, 3]])
+def test_fill_like_torch(indices: list[int]) -> None:
+    """However often an element is filled, it passes its gradient to the value once."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 18]> g (float[4] a, int64[4] b, float c) => (float[4] y) {
+        s = Shape(b) u = Expand(c, s) y = ScatterElements(a, b, u) }"""
+    )
+    a, c, dy = (torch.tensor(v, requires_grad=True) for v in (normal(4), normal(1)[0], normal(4, seed=2)))
+    a.index_fill(0, torch.tensor(indices) % 4, c).backward(dy)
+    feeds = {"a": a.detach().numpy(), "b": ints(*indices), "c": c.detach().numpy()}
+    for kernels in KERNELS:
+        found = gradients(model, feeds, {"y": dy.detach().numpy()}, ["a", "c"], kernels)
+        for name, leaf in (("a", a), ("c", c)):
+            assert leaf.grad is not None
+            assert_close(found[name], leaf.grad.numpy(), 1e-6)
 
 
 TIES = np.array([1, 2, 0, 3], np.float32)

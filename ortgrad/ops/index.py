@@ -347,7 +347,16 @@ def scatter_elements_gradient(node: ForwardNode) -> Gradients:
         return dy, None, op.GatherElements(dy, indices, axis=axis)
     if node.attribute("reduction") == "none":
         rest = op.ScatterElements(dy, indices, op.full_like(updates, 0.0), axis=axis)
-        return rest, None, op.GatherElements(dy, indices, axis=axis)
+        du = op.GatherElements(dy, indices, axis=axis)
+        if _may_repeat(node, axis):
+            # Of several updates of one element, the last one remains.
+            numbers = op.Reshape(op.Range(0, op.Size(indices), 1), op.shape_of(indices), allowzero=1)
+            places = op.Expand(0, op.shape_of(node.input(0)))
+            last = op.GatherElements(
+                op.ScatterElements(places, indices, numbers, axis=axis), indices, axis=axis
+            )
+            du = op.Where(op.Equal(last, numbers), du, 0.0)
+        return rest, None, du
     dx, du = _scatter_reduced(node, dy, node.input(0), node.output(0), indices, updates, axis)
     return dx, None, du
 
@@ -358,13 +367,40 @@ def scatter_nd_gradient(node: ForwardNode) -> Gradients:
     if node.attribute("reduction") == "add":
         return dy, None, op.GatherND(dy, indices)
     if node.attribute("reduction") == "none":
-        return op.ScatterND(dy, indices, op.full_like(updates, 0.0)), None, op.GatherND(dy, indices)
+        rest, du = op.ScatterND(dy, indices, op.full_like(updates, 0.0)), op.GatherND(dy, indices)
+        if _may_repeat(node):
+            rows = op.Shape(indices, end=-1)
+            numbers = op.Reshape(op.Range(0, op.ReduceProd(rows, keepdims=0), 1), rows, allowzero=1)
+            places = op.Expand(0, op.Slice(op.shape_of(x), [0], op.Shape(indices, start=-1)))
+            last = op.GatherND(op.ScatterND(places, indices, numbers), indices)
+            inner = op.Size(op.shape_of(updates)) - op.Size(rows)
+            mask_shape = op.Concat(rows, op.Expand([1], op.Reshape(inner, [1])), axis=0)
+            du = op.Where(op.Reshape(op.Equal(last, numbers), mask_shape, allowzero=1), du, 0.0)
+        return rest, None, du
     # Equivalent to ScatterElements on the flattened tensors.
     positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x), allowzero=1), indices)
     flat = [op.Reshape(v, [-1]) for v in (dy, x, node.output(0), positions, updates)]
     dx, du = _scatter_reduced(node, *flat)
     dx, du = (op.Reshape(v, op.shape_of(like), allowzero=1) for v, like in ((dx, x), (du, updates)))
     return dx, None, du
+
+
+def _may_repeat(node: ForwardNode, axis: int | None = None) -> bool:
+    """Whether two updates may be for one element; `axis` is that of ScatterElements, None for ScatterND."""
+    shape, dims, known = node.input(1).shape, node.input(0).shape, node.constant(1)
+    if shape is not None and all(size == 1 for size in (shape[:-1] if axis is None else [shape[axis]])):
+        return False
+    if dims is None or known is None or known.size == 0:
+        return True
+    lengths = dims[: known.shape[-1]] if axis is None else [dims[axis]]
+    if (known < 0).any():
+        if not all(isinstance(length, int) for length in lengths):
+            return True
+        known = np.where(known < 0, known + np.array(lengths), known)
+    if axis is None:
+        rows = known.reshape(-1, known.shape[-1])
+        return len(np.unique(rows, axis=0)) < len(rows)
+    return bool((np.diff(np.sort(known, axis), axis=axis) == 0).any())
 
 
 def _scatter_reduced(

@@ -25,13 +25,15 @@ class Declared:
     """Ranks and shapes that a file declares, without proof."""
 
     ranks: dict[ir.Value, int] = field(default_factory=dict)
-    # Subgraphs with the declared shapes of their inputs and outputs, in order.
+    # Bodies of Loops and Scans with the declared shapes of their inputs and outputs, in order.
     borders: list[tuple[ir.Graph, list[ir.Shape | None], list[ir.Shape | None]]] = field(default_factory=list)
 
     def restore_borders(self) -> None:
-        """Give inputs and outputs of subgraphs their declared shapes, where no shape is known.
+        """Give inputs and outputs of loops' bodies their declared shapes, where no shape is known.
 
-        onnxruntime needs the ranks of the outputs of a Scan's body, and accepts the declared ones.
+        onnxruntime needs the ranks of the outputs of a Scan's body, and those of a Loop that runs no
+        iteration; it accepts the declared ones. It also believes what the branches of an If declare, which
+        nothing needs and which may be wrong.
         """
         for graph, inputs, outputs in self.borders:
             for values, shapes in ((graph.inputs, inputs), (graph.outputs, outputs)):
@@ -50,9 +52,10 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
         for graph in subgraphs(node):
             # The first two inputs of a Loop's body keep their shapes, because onnxruntime needs them.
             values += list(graph.inputs)[2 if node.op_type == "Loop" else 0 :]
-            declared.borders.append(
-                (graph, [value.shape for value in graph.inputs], [value.shape for value in graph.outputs])
-            )
+            if node.op_type != "If":
+                declared.borders.append(
+                    (graph, [v.shape for v in graph.inputs], [v.shape for v in graph.outputs])
+                )
     for value in values:
         if value.shape is not None and isinstance(value.type, ir.TensorType):
             declared.ranks[value] = len(value.shape)
