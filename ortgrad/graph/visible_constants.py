@@ -24,42 +24,38 @@ _LARGEST = 64
 _OUTSIDE = "ortgrad.outside/"
 
 
-def spread_constants(graph: onnx.GraphProto, outside: Mapping[str, np.ndarray] | None = None) -> None:
+def spread_constants(graph: onnx.GraphProto, outside: Mapping[str, TensorProto] | None = None) -> None:
     """Replace nodes whose integers follow from constants, and copy constants into subgraphs, in place."""
     inside = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
     inside |= {tensor.name for tensor in graph.initializer}
-    visible = {name: array for name, array in (outside or {}).items() if name not in inside}
-    known = dict(visible)
-    known |= {t.name: numpy_helper.to_array(t) for t in graph.initializer if _is_small(t)}
+    visible = {name: tensor for name, tensor in (outside or {}).items() if name not in inside}
+    known = visible | {tensor.name: tensor for tensor in graph.initializer if _is_small(tensor)}
     copied: set[str] = set()
     for node in graph.node:
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
-            tensor = _constant(node)
-            if tensor is not None and _is_small(tensor):
-                known[node.output[0]] = numpy_helper.to_array(tensor)
-            continue
-        result = _result(node, known)
-        if result is not None:
+        result = _constant(node) if node.op_type == "Constant" else _result(node, known)
+        if result is not None and _is_small(result):
             known[node.output[0]] = result
-            value = numpy_helper.from_array(result)
-            node.CopyFrom(helper.make_node("Constant", [], node.output, node.name, value=value))
+            if node.op_type != "Constant":
+                node.CopyFrom(helper.make_node("Constant", [], node.output, node.name, value=result))
         for subgraph in subgraphs(node):
             spread_constants(subgraph, known)
         for i, name in enumerate(node.input):
             if name in visible:
                 node.input[i] = _OUTSIDE + name
                 copied.add(name)
-    graph.initializer.extend(numpy_helper.from_array(visible[n], _OUTSIDE + n) for n in sorted(copied))
+    for name in sorted(copied):
+        graph.initializer.add().CopyFrom(visible[name])
+        graph.initializer[-1].name = _OUTSIDE + name
 
 
-def _is_small(tensor: onnx.TensorProto) -> bool:
+def _is_small(tensor: TensorProto) -> bool:
     inside = tensor.data_location != TensorProto.EXTERNAL
     known = tensor.data_type in _INTEGERS or tensor.data_type == TensorProto.FLOAT
     return inside and known and math.prod(tensor.dims) <= _LARGEST
 
 
-def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    for attribute in node.attribute:
+def _constant(node: onnx.NodeProto) -> TensorProto | None:
+    for attribute in node.attribute if node.domain in ("", "ai.onnx") else ():
         if attribute.name == "value":
             return attribute.t
         if attribute.name in ("value_int", "value_ints"):
@@ -67,31 +63,31 @@ def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return None
 
 
-def _result(node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Return the output of a node, or None if it is not known, not small or not valid."""
+def _result(node: onnx.NodeProto, known: Mapping[str, TensorProto]) -> TensorProto | None:
+    """Return the output of a node, or None if it is not known or the node is not valid."""
     function = _FUNCTIONS.get(node.op_type)
     if function is None or node.domain not in ("", "ai.onnx") or len(node.output) != 1:
         return None
-    if not node.input or not all(name in known for name in node.input):
+    inputs = [known[name] for name in node.input if name in known]
+    if not inputs or len(inputs) < len(node.input) or any(x.data_type not in _INTEGERS for x in inputs):
         return None
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    inputs = [known[name] for name in node.input]
-    if any(array.dtype.kind == "f" for array in inputs):
-        return None
     try:
         with np.errstate(all="raise", over="ignore"):
-            result = function(attributes, *inputs)
+            result = function(attributes, *map(numpy_helper.to_array, inputs))
     except (ValueError, IndexError, TypeError, FloatingPointError):
         # The node is not valid, or of an opset with other inputs: onnx and onnxruntime know better.
         return None
-    if result is None or result.size > _LARGEST:
-        return None
-    return np.ascontiguousarray(result).reshape(result.shape)
+    return None if result is None else numpy_helper.from_array(np.asarray(result))
 
 
 def _divide(attributes: Mapping[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Towards zero, as onnxruntime."""
     return ((a - np.fmod(a, b)) // b).astype(a.dtype)
+
+
+def _modulo(attributes: Mapping[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.asarray(np.fmod(a, b) if attributes.get("fmod") else np.mod(a, b))
 
 
 def _cast(attributes: Mapping[str, Any], x: np.ndarray) -> np.ndarray | None:
@@ -145,7 +141,7 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray | None]] = {
     "Less": _plain(np.less),
     "Max": _plain(lambda *x: np.max(np.broadcast_arrays(*x), axis=0)),
     "Min": _plain(lambda *x: np.min(np.broadcast_arrays(*x), axis=0)),
-    "Mod": _plain(np.mod),
+    "Mod": _modulo,
     "Mul": _plain(np.multiply),
     "Neg": _plain(np.negative),
     "Not": _plain(np.logical_not),
