@@ -1,27 +1,13 @@
-"""One peer's process. Reads requests from stdin and answers on stdout, a line of JSON each.
+"""One peer's process for run.py, which times single gradient nodes.
 
     python worker.py PEER        PEER: python, onnx, stock, training or torch
 
-    {"do": "load", "op_type": ..., "attributes": ..., "model": PATH, "feeds": PATH, "results": PATH}
-    {"do": "time", "calls": N}   -> {"seconds": [...]}
-    {"do": "versions"}           -> {"versions": ...}
-
-Needs NumPy and the peer's own library only, so it runs in any of the environments.
+Requests are those of serving.py; "load" has op_type, attributes, outputs and the path of the model too.
 """
 
-import importlib.metadata
-import json
-import os
 import sys
-import time
 
-import numpy as np
-
-
-def runner(session, feeds):
-    """A call to time, and how its results are named."""
-    names = [output.name for output in session.get_outputs()]
-    return lambda: session.run(None, feeds), lambda raw: dict(zip(names, raw, strict=True))
+from serving import runner, serve
 
 
 def ortgrad_peer(kernels):
@@ -211,48 +197,6 @@ PEERS = {
     "training": training_peer,
     "torch": torch_peer,
 }
-LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-extensions", "onnxruntime-training-cpu", "torch")
-
-
-def versions():
-    found = {"python": sys.version.split()[0]}
-    for library in LIBRARIES:
-        try:
-            found[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def main(peer):
-    # Libraries may print; the answers keep the real stdout for themselves.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    load, run = PEERS[peer](), None
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = {}
-        if request["do"] == "versions":
-            answer["versions"] = versions()
-        elif request["do"] == "load":
-            run = None
-            try:
-                with np.load(request["feeds"]) as file:
-                    feeds = {name: file[name] for name in file.files}
-                run, results = load(request, feeds)
-                np.savez(request["results"], **results(run()))
-            except Exception as error:  # whatever the peer raises is its answer
-                answer["error"] = f"{type(error).__name__}: {error}"
-        else:
-            seconds = []
-            run()  # wakes up threads and caches
-            for _ in range(request["calls"]):
-                start = time.perf_counter()
-                run()
-                seconds.append(time.perf_counter() - start)
-            answer["seconds"] = seconds
-        print(json.dumps(answer), file=answers)
-
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(PEERS[sys.argv[1]]())

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 
 import ortgrad
 
-NAMES = "abcdefghijklmnop"
+NAMES = "abcdefghijklmnopqr"
 Arrays = dict[str, np.ndarray]
 
 

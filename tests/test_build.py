@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,6 +12,7 @@ import onnxruntime
 import pytest
 
 import ortgrad
+from ortgrad.passes import attach
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -256,3 +258,39 @@ def test_a_built_model_runs_on_plain_onnxruntime() -> None:
     point = np.float32([0.5, -1])
     _, grad = session.run(None, {"x": point, "y_grad": np.ones(2, np.float32)})
     np.testing.assert_allclose(grad, 2 * np.tanh(point) * (1 - np.tanh(point) ** 2), rtol=1e-5)
+
+
+def test_the_bodies_of_equal_nodes_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+
+    def counted(call: Any, *arguments: Any) -> Any:
+        recorded.append(call.operator.name)
+        return make_function(call, *arguments)
+
+    make_function = attach.make_function
+    monkeypatch.setattr(attach, "make_function", counted)
+    nodes = " ".join(f"v{i + 1} = {'Relu' if i % 2 else 'Tanh'}(v{i})" for i in range(40))
+    built = ortgrad.build_gradient_model(
+        parse(f"g (float[N, 3] v0) => (float[N, 3] v40) {{ {nodes} }}"), wrt="v0"
+    )
+    assert sorted(recorded) == ["ReluGrad", "TanhGrad"]
+    assert len(built.functions) == 2
+
+
+def test_dimensions_without_a_name() -> None:
+    """Values of unknown but equal lengths need no sums at run time, and no names are left behind."""
+    model = parse(
+        """g (float[?, 3] x) => (float[?, 3] y) <float[3] w = {1.0, 2.0, 3.0}> {
+            a = Mul(x, w) b = Sin(a) c = Mul(b, x) d = Add(c, a) y = Sub(d, b) }"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    counts = Counter(node.op_type for node in built.graph.node)
+    assert counts["ReduceSum"] == 0
+    dims = [d for v in (*built.graph.input, *built.graph.output) for d in v.type.tensor_type.shape.dim]
+    assert not any(d.dim_param for d in dims)
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    found = run(built, x=x, y_grad=np.ones((4, 3), np.float32))["x_grad"]
+    w = np.float32([1, 2, 3])
+    np.testing.assert_allclose(
+        found, np.cos(x * w) * w * x + np.sin(x * w) + w - np.cos(x * w) * w, rtol=1e-4
+    )

@@ -76,8 +76,10 @@ def channels(arrays: Arrays, names: tuple[str, ...]) -> bool:
     return all(arrays[name].shape == ((x[1],) if len(x) > 1 else (1,)) for name in names)
 
 
-def positions(size: int, kernel: int, stride: int, dilation: int, head: int, tail: int, ceil: int) -> int:
-    """How many windows ONNX puts along an axis, one by one."""
+def positions(
+    size: int, kernel: int, stride: int, dilation: int, head: int, tail: int, ceil: int, pool: bool
+) -> int:
+    """How many windows ONNX puts along an axis, one by one; pools may have one that is cut off."""
     count, extent = 0, (kernel - 1) * dilation + 1
     # More than any dY here has.
     size = min(size, 10_000)
@@ -92,10 +94,11 @@ def positions(size: int, kernel: int, stride: int, dilation: int, head: int, tai
         and count * stride < size + head
     ):
         count += 1
-    return count
+    missing = extent - (size + head + tail)
+    return 1 if pool and not ceil and 0 < missing < stride else count
 
 
-def windows(sizes: Any, outputs: Any, kernel: Any, attributes: dict[str, Any]) -> bool:
+def windows(sizes: Any, outputs: Any, kernel: Any, attributes: dict[str, Any], pool: bool = False) -> bool:
     """Whether that many windows lie over an input of these sizes."""
     n = len(sizes)
     strides, dilations = (attributes.get(key) or [1] * n for key in ("strides", "dilations"))
@@ -110,7 +113,7 @@ def windows(sizes: Any, outputs: Any, kernel: Any, attributes: dict[str, Any]) -
         return all(y == math.ceil(x / s) for y, x, s in zip(outputs, sizes, strides, strict=True))
     heads, tails = (pads[:n], pads[n:]) if auto_pad == "NOTSET" else ([0] * n, [0] * n)
     counts = [
-        positions(*dims, attributes.get("ceil_mode", 0))
+        positions(*dims, attributes.get("ceil_mode", 0), pool)
         for dims in zip(sizes, kernel, strides, dilations, heads, tails, strict=True)
     ]
     return min(counts) > 0 and counts == list(outputs)
@@ -134,13 +137,13 @@ def pool(arrays: Arrays, storage_order: int = 0, count_include_pad: int = 0, **a
         return False
     if "Indices" not in arrays:
         return bool(attributes.get("kernel_shape")) and windows(
-            x[2:], dy[2:], attributes["kernel_shape"], attributes
+            x[2:], dy[2:], attributes["kernel_shape"], attributes, pool=True
         )
     indices, size = arrays["Indices"], math.prod(x[2:])
     if indices.shape != dy:
         return False
     kernel = attributes.get("kernel_shape")
-    if kernel and not windows(x[2:], dy[2:], kernel, attributes):
+    if kernel and not windows(x[2:], dy[2:], kernel, attributes, pool=True):
         return False
     own = np.arange(x[0] * x[1]).reshape(*x[:2], *[1] * (len(x) - 2)) * size
     return bool(((own <= indices) & (indices < own + size)).all())

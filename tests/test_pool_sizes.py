@@ -1,4 +1,8 @@
-"""Pools with ceil_mode: sizes are those that onnxruntime computes, where onnx infers one window too many."""
+"""Pools of the sizes that onnxruntime computes.
+
+With ceil_mode, onnx infers one window too many. Without it, an input that is smaller than a window by less
+than a stride has one window, which is cut off.
+"""
 
 from __future__ import annotations
 
@@ -165,3 +169,66 @@ def test_what_follows_from_the_size(way: str) -> None:
     built = ortgrad.build_gradient_model(proto, wrt=["x"], of=["z"])
     (dx,) = make_session(built, way, "all").run(["x_grad"], {"x": x, "z_grad": np.ones_like(y)})
     np.testing.assert_allclose(dx, leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+def torch_cut_off(kind: str, x: torch.Tensor, axes: list[tuple[int, ...]]) -> torch.Tensor:
+    """Pools of inputs with exactly one window per axis, which begins in the head padding or at 0."""
+    for i, (k, _, head, tail, d) in enumerate(axes):
+        x = x.movedim(2 + i, -1)
+        size, places = x.shape[-1], range(-head, -head + k * d, d)
+        x = x[..., [p for p in places if 0 <= p < size]]
+        counts = {
+            "AveragePool": x.shape[-1],
+            "with pads": len([p for p in places if p < size + tail]),
+            "with pads, opset 18": k,
+        }
+        if kind == "MaxPool":
+            x = x.amax(-1, keepdim=True)
+        elif kind == "LpPool":
+            x = x.square().sum(-1, keepdim=True).sqrt()
+        else:
+            x = x.sum(-1, keepdim=True) / counts[kind]
+        x = x.movedim(-1, 2 + i)
+    return x
+
+
+# Sizes and windows that are larger by less than a stride, but see something.
+SMALL = [
+    (n, (k, s, head, tail, d))
+    for n, k, s, head, tail, d in itertools.product((1, 2, 3), (2, 3, 4), (2, 3, 4), (0, 1), (0, 1), (1, 2))
+    if -s < n + head + tail - (k - 1) * d - 1 < 0 and any(0 <= p < n for p in range(-head, k * d - head, d))
+]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "with pads", "with pads, opset 18", "LpPool"])
+def test_inputs_smaller_than_a_window(kind: str, symbolic: bool) -> None:
+    """Such as images that are too low for a network that reads text, which runs all the same."""
+    op_type = kind if kind.endswith("Pool") else "AveragePool"
+    opset = 18 if kind.endswith("18") else 21
+    compared = 0
+    cases = [(n, axis) for n, axis in SMALL if opset > 18 or axis[4] == 1]
+    for number in range(16):
+        (n, high), (m, wide) = cases[number * 5 % len(cases)], cases[(number * 11 + 1) % len(cases)]
+        axes, shape = [high, wide], [1, 2, n, m]
+        node = pool(op_type, "x", "y", axes, **({"count_include_pad": 1} if kind.startswith("with") else {}))
+        next(a for a in node.attribute if a.name == "ceil_mode").i = 0
+        if opset == 18:
+            del node.attribute[[a.name for a in node.attribute].index("dilations")]
+        proto = model([node], ["N", "C", "H", "W"] if symbolic else shape, opset=opset)
+        x = np.random.default_rng(number).standard_normal(shape).astype(np.float32)
+        y = forward(proto, x)
+        if y is None:
+            continue
+        leaf = torch.tensor(x, requires_grad=True)
+        expected = torch_cut_off(kind, leaf, axes)
+        where = f"{axes}, {shape}"
+        np.testing.assert_allclose(y, expected.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=where)
+        seed = np.random.default_rng(9).standard_normal(y.shape).astype(np.float32)
+        expected.backward(torch.tensor(seed))
+        built = ortgrad.build_gradient_model(proto, wrt=["x"], of=["y"])
+        way = ("python", "onnx", "plain", "auto")[number % 4]
+        (dx,) = make_session(built, way, "all").run(["x_grad"], {"x": x, "y_grad": seed})
+        np.testing.assert_allclose(dx, leaf.grad, rtol=1e-5, atol=1e-6, err_msg=f"{where}, {way}")
+        compared += 1
+    assert compared > 10

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortgrad.autodiff.integers import float_copy, quantized_outputs
-from ortgrad.autodiff.rules import ForwardNode, Gradients, UnsupportedError, find_rule
+from ortgrad.autodiff.rules import ForwardNode, Gradients, Rule, UnsupportedError, find_rule
+from ortgrad.autodiff.selection import Selections
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.errors import NodeError
 from ortgrad.graph.attributes import attributes_of
@@ -40,9 +41,10 @@ def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[
             continue
         if not any(value in active for value in dependencies(node)):
             continue
-        if rule is not None and rule.scales is not None:
+        first = node.outputs[:1]
+        if rule is not None and rule.scales is not None and (is_integer(first[0]) or first == node.outputs):
             # Other outputs are scales and zero points of dynamic quantization, which count as constants.
-            active.update(node.outputs[:1])
+            active.update(first)
         else:
             active.update([v for v in node.outputs if not is_integer(v)])
             active.update(quantized_outputs(node, active))
@@ -85,6 +87,7 @@ class BackwardPass:
         self._outside = set(outside)
         self._contributions: dict[ir.Value, list[ir.Value]] = {}
         self._named: set[ir.Value] = set()
+        self._selections = Selections(op)
         self._inside = f"{op.scope}/" if op.scope else ""
 
     def seed(self, value: ir.Value, grad: ir.Value) -> None:
@@ -153,14 +156,27 @@ class BackwardPass:
         with self.op.arithmetic():
             returned = function(context)
         gradients = [returned] if returned is None or isinstance(returned, ir.Value) else returned
-        for value, grad in zip(node.inputs, gradients, strict=False):
+        for i, (value, grad) in enumerate(zip(node.inputs, gradients, strict=False)):
             if value is not None and grad is not None and value in self._active:
-                if rule.broadcasts:
-                    grad = unbroadcast(self.op, grad, value, node.outputs[0])
-                self.seed(value, self._like(grad, value))
+                self.seed(value, self._contribution(node, rule, i, grads[0], grad))
         for value, grad in context.captured.items():
             if value in self._active:
                 self.seed(value, self._like(grad, value))
+
+    def _contribution(
+        self, node: ir.Node, rule: Rule, i: int, dy: ir.Value | None, grad: ir.Value
+    ) -> ir.Value:
+        """Return what a rule has recorded for the i-th input in the input's shape and element type."""
+        value = node.inputs[i]
+        assert value is not None
+        choice = self._selections.behind(node, rule, i, dy, grad)
+        grad = self._selections.guard(node, i, grad, choice)
+        if rule.broadcasts:
+            summed = unbroadcast(self.op, grad, value, node.outputs[0])
+            choice, grad = choice if summed is grad else None, summed
+        grad = self._like(grad, value)
+        self._selections.remember(grad, choice)
+        return grad
 
     def _like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
         """Return the gradient, cast to the element type of its value if necessary.

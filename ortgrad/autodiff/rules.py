@@ -14,6 +14,7 @@ drops the nodes that no requested gradient depends on.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ Gradients: TypeAlias = "Sequence[ir.Value | None]"
 RuleFunction: TypeAlias = "Callable[[ForwardNode], Gradients | ir.Value | None]"
 _Rule = TypeVar("_Rule", bound="RuleFunction")
 Derivative: TypeAlias = "Callable[..., ir.Value]"
+Scales: TypeAlias = Mapping[int, int] | Callable[[int], Mapping[int, int]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,16 @@ class Rule:
 
     function: RuleFunction | None
     broadcasts: bool = False
-    scales: Mapping[int, int] | None = None
+    scales: Scales | None = None
     straight_through: bool = False
+    # Whether an element of the output depends on one element of each (broadcast) input.
+    elementwise: bool = False
+
+    def scales_of(self, count: int) -> Mapping[int, int]:
+        """Return the index of the scale of each quantized input of a node with so many inputs."""
+        if self.scales is None:
+            return {}
+        return self.scales(count) if callable(self.scales) else self.scales
 
 
 class UnsupportedError(Exception):
@@ -55,7 +65,7 @@ def gradient(
     *op_types: str,
     domain: str = "",
     broadcasts: bool = False,
-    scales: Mapping[int, int] | None = None,
+    scales: Scales | None = None,
     straight_through: bool = False,
 ) -> Callable[[_Rule], _Rule]:
     """Declare the gradient rule of forward operators.
@@ -64,10 +74,11 @@ def gradient(
     of its input.
 
     `scales` is given for operators on quantized tensors: the index of the scale of each quantized input (-1
-    for the output), as far as they have scales. Their first output and their inputs have gradients even if
-    their elements are integers; such a gradient is a float tensor, in units of the integers. An operator that
-    rounds to integers is declared with `straight_through`: rounding is differentiated as if it were the
-    identity.
+    for the output), as far as they have scales, or a function of the number of inputs that returns it. Their
+    first output and their inputs have gradients even if their elements are integers; such a gradient is a
+    float tensor, in units of the integers. If the first output is of integers, others are its scale and zero
+    point and have no gradient. An operator that rounds to integers is declared with `straight_through`:
+    rounding is differentiated as if it were the identity.
 
     >>> import ortgrad
     >>> @ortgrad.gradient("Square", domain="my.domain")
@@ -77,7 +88,9 @@ def gradient(
 
     def declare(function: _Rule) -> _Rule:
         for op_type in op_types:
-            _add(domain, op_type, Rule(function, broadcasts, scales, straight_through))
+            _add(
+                domain, op_type, Rule(function, broadcasts, scales, straight_through, elementwise=broadcasts)
+            )
         return function
 
     return declare
@@ -109,15 +122,22 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
         ]
 
     rule.__name__ = f"gradient_of_{op_type}"
-    _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1))
+    _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1, elementwise=True))
 
 
 def _attributes_for(function: Derivative, node: ForwardNode) -> Mapping[str, Any]:
     """Return the node's attributes that the function takes as keyword parameters."""
+    names = _keywords_of(function)
+    return node.attributes if names is None else {name: node.attribute(name) for name in names}
+
+
+@functools.cache
+def _keywords_of(function: Derivative) -> Sequence[str] | None:
+    """Return the names of the keyword parameters; None if there may be any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return node.attributes
-    return {p.name: node.attribute(p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return None
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def _name_lambda(function: Derivative, name: str) -> None:

@@ -170,7 +170,7 @@ def _fixed_operands(node: ir.Node, opsets: dict[str, int]) -> Collection[int]:
     rule = find_rule(node.op_type, node.domain)
     if rule is not None and rule.scales is not None:
         # onnx calls operands of operators on integers not differentiable.
-        return set(rule.scales.values())
+        return set(rule.scales_of(len(node.inputs)).values())
     version = opsets.get(node.domain, 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return ()
@@ -285,7 +285,8 @@ def _instead_of_integers(value: ir.Value) -> list[str]:
         rule = find_rule(user.op_type, user.domain)
         if rule is None or rule.scales is None:
             continue
-        scale = user.inputs[rule.scales[i]] if i in rule.scales else None
+        scales = rule.scales_of(len(user.inputs))
+        scale = user.inputs[scales[i]] if i in scales else None
         if scale is not None:
             found[f"its scale {scale.name!r}"] = None
         elif not found:

@@ -71,13 +71,13 @@ def windows(
     dilations: Sequence[int] | None = None,
     pads: Sequence[int] | None = None,
     ceil_mode: bool = False,
-    may_be_empty: bool = False,
+    pool: bool = False,
 ) -> Windows:
     """The windows over an input of these spatial sizes; raises ValueError if there can be none.
 
-    With `may_be_empty`, an output of size 0 will do: onnxruntime's pools make one of an input that is just
-    too small. None stands for the default of an attribute. Explicit pads are ignored, as in onnxruntime,
-    if auto_pad is set.
+    With `pool`, the input may be smaller than a window, as in onnxruntime's pools: by less than a stride, and
+    there is one window, cut off behind the input; by exactly one stride, and there is none. None stands for
+    the default of an attribute. Explicit pads are ignored, as in onnxruntime, if auto_pad is set.
     """
     rank = len(sizes)
     kernel = per_dimension("kernel_shape", kernel, rank)
@@ -91,8 +91,10 @@ def windows(
     outputs = []
     for i, (n, k, s, d) in enumerate(zip(sizes, kernel, strides, dilations, strict=True)):
         room = n + heads[i] + tails[i] - (k - 1) * d - 1
-        count = (-(-room // s) if ceil_mode else room // s) + 1
-        if count < (0 if may_be_empty else 1):
+        # onnxruntime's pools divide as C++ does, which rounds what is negative up.
+        upwards = ceil_mode or (pool and room < 0)
+        count = (-(-room // s) if upwards else room // s) + 1
+        if count < (0 if pool else 1):
             raise ValueError(
                 f"a window of {(k - 1) * d + 1} (kernel {k}, dilation {d}) does not fit into spatial "
                 f"dimension {i} of size {n} with pads {heads[i]} and {tails[i]}"
@@ -115,6 +117,7 @@ def require_outputs(
     dilations: Sequence[int] | None,
     pads: Sequence[int] | None,
     ceil_mode: int = 0,
+    pool: bool = False,
 ) -> ir.Value:
     """dY, which must have as many spatial positions as there are windows over an input of these sizes."""
     rank = len(kernel)
@@ -132,6 +135,7 @@ def require_outputs(
             dilations=dilations,
             pads=pads,
             ceil_mode=bool(ceil_mode),
+            pool=pool,
         )
         if win.outputs != known:
             raise ValueError(
@@ -139,14 +143,14 @@ def require_outputs(
                 f"{list(win.outputs)}, but dY has {list(known)}"
             )
         return dy
-    # Div rounds towards zero, so what is divided is not negative.
+    # Div rounds towards zero, as onnxruntime's pools do; elsewhere what is divided is not negative.
     if auto_pad.startswith("SAME"):
         outputs = op.Add(sizes, [s - 1 for s in steps]) / steps
     else:
         padding = [h + t - (k - 1) * d - 1 for h, t, k, d in zip(heads, tails, kernel, gaps, strict=True)]
         room = op.Max(op.Add(sizes, padding), [-s for s in steps])
         if not ceil_mode:
-            outputs = (room + steps) / steps
+            outputs = room / steps + 1 if pool else (room + steps) / steps
         else:
             count = (room + [2 * s - 1 for s in steps]) / steps
             # A window that starts behind the input and its head padding is left out.

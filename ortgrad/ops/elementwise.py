@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient, no_gradient
 from ortgrad.ops._types import cast_like
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Recorder
 
 # Piecewise constant, or dependent on nothing but shapes.
 no_gradient("Floor", "Ceil", "Round", "Sign", "Hardmax")
@@ -36,7 +40,7 @@ elementwise("Neg", lambda op, dy, y, x: -dy)
 elementwise("Abs", lambda op, dy, y, x: dy * op.Sign(x))
 elementwise("Sqrt", lambda op, dy, y, x: dy * 0.5 / y)
 elementwise("Reciprocal", lambda op, dy, y, x: -(dy * (y * y)))
-elementwise("Exp", lambda op, dy, y, x: dy * y)
+elementwise("Exp", lambda op, dy, y, x: dy * _at_most(op, y))
 elementwise("Log", lambda op, dy, y, x: dy / x)
 elementwise("Erf", lambda op, dy, y, x: dy * (op.Exp(-(x * x)) * (2 / math.sqrt(math.pi))))
 
@@ -53,9 +57,13 @@ elementwise("Acosh", lambda op, dy, y, x: dy / op.Sqrt(x * x - 1.0))
 elementwise("Atanh", lambda op, dy, y, x: dy / (1.0 - x * x))
 
 
-@gradient("Cast", "CastLike")
-def cast_gradient(node: ForwardNode) -> ir.Value:
-    return cast_like(node.op, node.grad(0), node.input(0))
+elementwise("Cast", lambda op, dy, y, x, **_: cast_like(op, dy, x))
+elementwise("CastLike", lambda op, dy, y, x, like, **_: cast_like(op, dy, x))
+
+
+def _at_most(op: Recorder, y: ir.Value) -> ir.Value:
+    """Y with the largest number in the place of infinity: behind 1 / (1 + Exp(X)), dY is 0 then."""
+    return y if y.dtype is None else op.Min(y, op.number(float(np.finfo(y.dtype.numpy()).max), y))
 
 
 @gradient("Pow", broadcasts=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import TensorProto
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient, no_gradient
+from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient, no_gradient
 from ortgrad.ops._types import cast_like
 
 if TYPE_CHECKING:
@@ -62,13 +62,16 @@ def normalizer_gradient(node: ForwardNode) -> ir.Value:
     return op.Where(zero, dy if kind == "MAX" else 0.0, dx)
 
 
-@gradient("Imputer", domain=ML)
-def imputer_gradient(node: ForwardNode) -> ir.Value:
+def _imputer_gradient(
+    op: Recorder, dy: ir.Value, y: ir.Value, x: ir.Value, *, replaced_value_float: float | None
+) -> ir.Value:
     """dX = dY, and 0 where a value was missing"""
-    op, dy, x = node.op, node.grad(0), node.input(0)
-    replaced = node.attribute("replaced_value_float") or 0.0
+    replaced = replaced_value_float or 0.0
     missing = op.IsNaN(x) if math.isnan(replaced) else op.Equal(x, replaced)
     return op.Where(missing, 0.0, dy)
+
+
+elementwise("Imputer", _imputer_gradient, domain=ML)
 
 
 @gradient("FeatureVectorizer", domain=ML)

@@ -148,7 +148,7 @@ def max_pool_grad_body(
     _require_order(storage_order)
     if op.checked and kernel_shape and not _unclear(kernel_shape, dilations=dilations, **attributes):
         sizes = op.Slice(x_shape, [2], [_END])
-        dy = require_outputs(op, dy, sizes, kernel_shape, dilations=dilations, **attributes)
+        dy = require_outputs(op, dy, sizes, kernel_shape, dilations=dilations, pool=True, **attributes)
     if max(dilations or [1]) > 1:
         # A dilated window can skip the whole of a small input; its index is then not that of an element.
         sizes, planes = op.Slice(x_shape, [2], [_END]), op.Slice(op.Shape(dy), [0], [2])
@@ -204,8 +204,9 @@ def average_pool_grad(
         dx = empty(0, full_shape)
         dx.fill(0)
         return dx
-    counts = functools.reduce(np.multiply.outer, [_counts(w, i, count_include_pad) for i in range(w.rank)])
-    counts = counts.astype(dy.dtype)
+    whole = bool(count_include_pad and not attributes["ceil_mode"])
+    divisors = [_counts(w, i, count_include_pad, whole) for i in range(w.rank)]
+    counts = functools.reduce(np.multiply.outer, divisors).astype(dy.dtype)
     plans = [_plan(w, i) for i in range(w.rank)]
     planes = dy.reshape(-1, *w.outputs)
     dx = empty(0, full_shape)
@@ -278,8 +279,10 @@ def _run(plan: _Plan, source: np.ndarray, target: np.ndarray, axis: int) -> None
         target[(*before, write)] += source[(*before, read)]
 
 
-def _counts(w: Windows, i: int, count_include_pad: int) -> np.ndarray:
-    """How many elements the windows along one axis are averaged over."""
+def _counts(w: Windows, i: int, count_include_pad: int, whole: bool) -> np.ndarray:
+    """How many elements the windows along one axis are averaged over; `whole` counts all of the kernel."""
+    if whole:
+        return np.full(w.outputs[i], w.kernel[i])
     starts = np.arange(w.outputs[i]) * w.strides[i] - w.heads[i]
     # Positions that ceil_mode adds behind the padding do not count.
     end = w.sizes[i] + (w.tails[i] if count_include_pad else 0)
@@ -336,7 +339,7 @@ def _windows(
     **attributes: Any,
 ) -> Windows:
     """The windows over an X of this shape; raises unless they give an output of dY's shape."""
-    w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), may_be_empty=True, **attributes)
+    w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), pool=True, **attributes)
     if w.outputs != dy.shape[2:]:
         raise ValueError(
             f"pooling an X of shape {list(shape)} with kernel_shape {kernel_shape} gives "
@@ -360,7 +363,7 @@ def average_pool_grad_body(
     rank = len(kernel_shape) if dy.shape is None else op.rank(dy) - 2
     kernel = per_dimension("kernel_shape", kernel_shape, rank)
     if op.checked:
-        dy = require_outputs(op, dy, op.Slice(x_shape, [2], [_END]), kernel, **attributes)
+        dy = require_outputs(op, dy, op.Slice(x_shape, [2], [_END]), kernel, pool=True, **attributes)
     steps, gaps = (per_dimension(name, attributes[name], rank) for name in ("strides", "dilations"))
     heads, tails = explicit_pads(attributes["pads"] if auto_pad == "NOTSET" else None, rank)
     if dy.shape is not None and 0 in list(dy.shape):
@@ -451,7 +454,45 @@ def max_pool_gradient(node: ForwardNode) -> ir.Value:
 
 @gradient("AveragePool")
 def average_pool_gradient(node: ForwardNode) -> ir.Value:
-    return node.op.AveragePoolGrad(node.grad(0), node.op.shape_of(node.input(0)), **node.attributes)
+    dy = node.grad(0) * _cut_off(node) if _may_be_cut_off(node) else node.grad(0)
+    return node.op.AveragePoolGrad(dy, node.op.shape_of(node.input(0)), **node.attributes)
+
+
+def _may_be_cut_off(node: ForwardNode) -> bool:
+    """Whether X may be smaller than a window, and the places of the window behind it do not count.
+
+    onnxruntime counts them before opset 19, as AveragePoolGrad does.
+    """
+    if node.op.opset < 19 or not node.attribute("count_include_pad") or node.attribute("ceil_mode"):
+        return False
+    if node.attribute("auto_pad").startswith("SAME"):
+        return False
+    kernel, gaps, padding = _padded(node)
+    shape = node.input(0).shape
+    sizes = [None] * len(kernel) if shape is None else list(shape)[2:]
+    return any(
+        not isinstance(n, int) or n + p < (k - 1) * d + 1
+        for n, k, d, p in zip(sizes, kernel, gaps, padding, strict=True)
+    )
+
+
+def _cut_off(node: ForwardNode) -> ir.Value:
+    """The size of the kernel divided by the number of its places in X and its padding."""
+    op, x = node.op, node.input(0)
+    kernel, gaps, padding = _padded(node)
+    places = op.Add(op.Shape(x, start=2), [p + d - 1 for p, d in zip(padding, gaps, strict=True)]) / gaps
+    count = op.ReduceProd(op.Min(places, kernel), keepdims=0)
+    return op.number(float(math.prod(kernel)), x) / op.CastLike(count, x)
+
+
+def _padded(node: ForwardNode) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The kernel, the dilations, and the padding at both ends together."""
+    rank = len(node.attribute("kernel_shape"))
+    kernel = per_dimension("kernel_shape", node.attribute("kernel_shape"), rank)
+    gaps = per_dimension("dilations", node.attribute("dilations"), rank)
+    pads = node.attribute("pads") if node.attribute("auto_pad") == "NOTSET" else None
+    heads, tails = explicit_pads(pads, rank)
+    return kernel, gaps, tuple(map(sum, zip(heads, tails, strict=True)))
 
 
 @gradient("LpPool")

@@ -155,7 +155,8 @@ class _Definition:
 
     `operands` has the indices of the inputs that hold each operand, its scale and its zero point; `result`
     those of the output's scale and zero point, if it is quantized. `bias` is an integer in units of the
-    product of the operands' scales, or a float.
+    product of the operands' scales, or a float. If `repeated`, there is any number of operands, all like the
+    one that is given. The operator reads the inputs in `others` as they are, before the operands.
     """
 
     operator: str
@@ -163,10 +164,18 @@ class _Definition:
     result: tuple[int, int] | None = None
     bias: int | None = None
     dynamic: bool = False
+    repeated: bool = False
+    others: tuple[int, ...] = ()
 
-    @property
-    def scales(self) -> dict[int, int]:
-        found = {value: scale for value, scale, _ in self.operands if scale is not None}
+    def operands_of(self, count: int) -> tuple[tuple[int, int | None, int | None], ...]:
+        """Return the operands of a node with so many inputs."""
+        if self.repeated:
+            return tuple((i, i + 1, i + 2) for i in range(self.operands[0][0], count, 3))
+        return tuple(indices for indices in self.operands if indices[0] < count)
+
+    def scales(self, count: int) -> dict[int, int]:
+        """Return the index of the scale of each quantized input, and of the output as -1."""
+        found = {value: scale for value, scale, _ in self.operands_of(count) if scale is not None}
         return found if self.result is None else {**found, -1: self.result[0]}
 
 
@@ -188,11 +197,16 @@ _MICROSOFT = {
     "QLinearSoftmax": _Definition("Softmax", _ONE, (3, 4)),
     "QLinearAveragePool": _Definition("AveragePool", _ONE, (3, 4)),
     "QLinearGlobalAveragePool": _Definition("GlobalAveragePool", _ONE, (3, 4)),
-    "QLinearConcat": _Definition("Concat", tuple((i, i + 1, i + 2) for i in range(2, 302, 3)), (0, 1)),
+    "QLinearConcat": _Definition("Concat", ((2, 3, 4),), (0, 1), repeated=True),
+    "QLinearWhere": _Definition("Where", ((1, 2, 3), (4, 5, 6)), (7, 8), others=(0,)),
     "QGemm": _Definition("Gemm", _TWO, (7, 8), bias=6),
     "MatMulIntegerToFloat": _Definition("MatMul", ((0, 2, 4), (1, 3, 5)), bias=6),
     "DynamicQuantizeMatMul": _Definition("MatMul", ((0, None, None), (1, 2, 3)), bias=4, dynamic=True),
 }
+
+
+# More than an operator has inputs, unless they are repeated.
+_ALL = 100
 
 
 def _rule(definition: _Definition) -> RuleFunction:
@@ -214,7 +228,7 @@ class _Floats:
     def result(self) -> ir.Value:
         """Return the output, or a tensor of the same values."""
         node, op, definition = self.node, self.op, self.definition
-        present = [indices for indices in definition.operands if indices[0] < len(node.inputs)]
+        present = definition.operands_of(len(node.inputs))
         operands = [self._operand(position, *indices) for position, indices in enumerate(present)]
         y = self._apply(operands)
         if definition.result is None:
@@ -246,7 +260,7 @@ class _Floats:
         elif bias is not None and operator != "MatMul":
             y = record(*operands, bias, **settings)
         else:
-            y = record(*operands, **settings)
+            y = record(*(node.input(i) for i in self.definition.others), *operands, **settings)
         y.type, y.shape = like.type, shape
         if bias is not None and operator == "MatMul":
             y = op.Add(y, bias)
@@ -336,7 +350,8 @@ class _Floats:
         bias = None if definition.bias is None else node.optional(definition.bias)
         if bias is None or definition.result is None:
             return bias
-        a, b = (node.input(definition.scales[value]) for value, _, _ in definition.operands)
+        scales = definition.scales(len(node.inputs))
+        a, b = (node.input(scales[value]) for value, _, _ in definition.operands)
         unit = op.Mul(a, b)
         # Where one of them is a number, the product has the shape of the other.
         unit.type, unit.shape = b.type, b.shape if _is_one(a) and b.shape else a.shape
@@ -361,7 +376,8 @@ def _infer(definition: _Definition, context: onnx.shape_inference.InferenceConte
         scale, zero = (given[i] if i < count else None for i in definition.result)
         if scale is not None:
             element = onnx.TensorProto.UINT8 if zero is None else zero.tensor_type.elem_type
-    operands = [given[value] for value, _, _ in definition.operands if value < count]
+    read = [*definition.others, *(value for value, _, _ in definition.operands_of(count))]
+    operands = [given[i] for i in read]
     context.set_output_type(0, _output_type(definition.operator, operands, context, element))
 
 
@@ -386,7 +402,8 @@ def _output_type(
     for i, operand in enumerate(operands):
         types[f"x{i}"] = copied = onnx.TypeProto()
         copied.CopyFrom(operand)
-        copied.tensor_type.elem_type = onnx.TensorProto.FLOAT
+        if copied.tensor_type.elem_type != onnx.TensorProto.BOOL:
+            copied.tensor_type.elem_type = onnx.TensorProto.FLOAT
     schema = onnx.defs.get_schema(operator)
     node = onnx.helper.make_node(operator, list(types), ["y"])
     node.attribute.extend(a for name in schema.attributes if (a := context.get_attribute(name)) is not None)
@@ -411,7 +428,7 @@ for _domain, _table in (("", _STANDARD), (DOMAIN, _MICROSOFT)):
         gradient(
             _name,
             domain=_domain,
-            scales=_definition.scales,
+            scales=_definition.scales if _definition.repeated else _definition.scales(_ALL),
             straight_through=_definition.result is not None or _definition.dynamic,
         )(_rule(_definition))
         if _domain:

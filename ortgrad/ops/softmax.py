@@ -127,13 +127,13 @@ def _check_axis(value: ir.Value, axis: int) -> None:
 
 @gradient("Softmax")
 def softmax_gradient(node: ForwardNode) -> ir.Value:
-    y = without_nan(node, node.output(0), 0.0)
+    y = _without_unused_nan(node, 0.0)
     return node.op.SoftmaxGrad_13(node.grad(0), y, **node.attributes)
 
 
 @gradient("LogSoftmax")
 def log_softmax_gradient(node: ForwardNode) -> ir.Value:
-    y = without_nan(node, node.output(0), -math.inf)
+    y = _without_unused_nan(node, -math.inf)
     return node.op.LogSoftmaxGrad_13(node.grad(0), y, **node.attributes)
 
 
@@ -143,17 +143,32 @@ def without_nan(node: ForwardNode, y: ir.Value, instead: float) -> ir.Value:
     A row in which everything is masked is NaN. Exporters replace it with IsNaN and Where, which give it a
     gradient of 0; but 0 * NaN is NaN.
     """
-    if not _is_tested(node.output(0)):
+    if not _is_read_by(node.output(0), "IsNaN", 0):
         return y
     cleaned: ir.Value = node.op.Where(node.op.IsNaN(y), node.op.number(instead, y), y)
     return cleaned
 
 
-def _is_tested(value: ir.Value) -> bool:
-    """Whether the model tests the value for NaN."""
-    for user, _ in value.uses():
-        if user.op_type == "IsNaN":
+def _without_unused_nan(node: ForwardNode, instead: float) -> ir.Value:
+    """The result of a softmax with NaN replaced where the model does not use it.
+
+    Exporters also find the rows to replace by their scores, which are all -inf. NaN that is used has a
+    gradient other than 0, and remains.
+    """
+    op, y = node.op, without_nan(node, node.output(0), instead)
+    if y is node.output(0) and _is_read_by(y, "Where", 1, 2):
+        unused = op.And(op.IsNaN(y), op.Equal(node.grad(0), 0.0))
+        y = op.Where(unused, op.number(instead, y), y)
+    return y
+
+
+def _is_read_by(value: ir.Value, op_type: str, *inputs: int) -> bool:
+    """Whether a node of that type reads the value, or a copy of it, as one of these inputs."""
+    for user, i in value.uses():
+        if user.op_type == op_type and i in inputs:
             return True
-        if user.op_type in ("Identity", "Cast", "CastLike") and _is_tested(user.outputs[0]):
+        if user.op_type in ("Identity", "Cast", "CastLike") and _is_read_by(
+            user.outputs[0], op_type, *inputs
+        ):
             return True
     return False

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.bodies import make_function
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
+from ortgrad.operators.call import Call
 from ortgrad.operators.declaration import BODY_ATTRIBUTE, Operator, find_operator
 
 _REFUSAL = "this onnxruntime confuses function overloads: take 1.27 or newer, or prepare with kernels='onnx'"
@@ -16,10 +17,15 @@ def attach(model: ir.Model) -> ir.Model:
     model = detach(model)
     nodes = list(gradient_nodes(model))
     bodies: dict[Operator, dict[str, ir.Function]] = {}
+    made: dict[object, ir.Function] = {}
     for node, operator in nodes:
         if operator.body is None:
             continue
-        function = make_function(call_of(node, operator), node.inputs, model.opset_imports[""])
+        call = call_of(node, operator)
+        key = _recorded_from(call, node)
+        if key not in made:
+            made[key] = make_function(call, node.inputs, model.opset_imports[""])
+        function = made[key]
         model.functions.setdefault(function.identifier(), function)
         bodies.setdefault(operator, {}).setdefault(function.overload, function)
         node.overload = function.overload
@@ -35,6 +41,14 @@ def attach(model: ir.Model) -> ir.Model:
     if nodes:
         model.ir_version = max(model.ir_version, 10)
     return model
+
+
+def _recorded_from(call: Call, node: ir.Node) -> object:
+    """Return all that the body of a node is recorded from; recording it takes long."""
+    inputs = tuple(
+        (repr(value.type), repr(value.shape)) if value is not None else None for value in node.inputs
+    )
+    return call.operator, repr(call.attributes), call.present, call.wanted, call.built, inputs
 
 
 def _refuse_other_nodes(function: ir.Function, count: int) -> None:

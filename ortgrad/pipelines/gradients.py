@@ -25,6 +25,7 @@ from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
 from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.inline import inline
+from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
 from ortgrad.passes.resolve_sequences import resolve_sequences
@@ -52,6 +53,8 @@ class Plan:
     # The inferred shapes of targets and outputs, which do not rely on declared ones.
     proven: Mapping[str, ir.Shape | None]
     declared: Declared
+    # Names that the inputs' dimensions have meanwhile.
+    dimensions: set[str]
     # The text of the StoppedGradientWarning, if there is one.
     stopped: str | None
 
@@ -82,6 +85,7 @@ def _plan(
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
     model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
     graph = model.graph
+    dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
     model = pad_all_axes(model)
     outputs = find_outputs(graph, of)
@@ -117,7 +121,7 @@ def _plan(
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
-    return Plan(model, backward, targets, outputs, results, proven, declared, stopped)
+    return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped)
 
 
 def build(
@@ -161,6 +165,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
         attach,
     )
     planned.declared.restore_borders()
+    forget_dimensions(model, planned.dimensions)
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
     model.metadata_props.update(describe_build(*names))
     return write(model, source)

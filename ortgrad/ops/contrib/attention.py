@@ -13,6 +13,7 @@ from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._types import cast_like
+from ortgrad.ops.contrib._packed import dequantized
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -29,20 +30,41 @@ def attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
     _refuse_buffers(node, 6)
     if node.attribute("do_rotary", 0):
         raise node.unsupported("do_rotary is set, which onnxruntime computes on no CPU")
-    x, heads, past = node.input(0), node.attribute("num_heads"), node.optional(4)
-    projected, bias = op.MatMul(x, node.input(1)), node.optional(2)
+    projected, bias = op.MatMul(node.input(0), node.input(1)), node.optional(2)
     if bias is not None:
         projected = projected + bias
+    return _self_attention(op, node, projected, mask=3, past=4, bias=5)
+
+
+@definition("QAttention", domain=DOMAIN)
+def q_attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
+    """Attention of X and W that are quantized, W with a scale for all elements or for each column"""
+    _refuse_buffers(node)
+    if node.attribute("do_rotary", 0):
+        raise node.unsupported("do_rotary is set, which onnxruntime computes on no CPU")
+    x, w = (
+        dequantized(op, node.input(i), node.input(i + 3), node.optional(i + 6), like=node.input(2))
+        for i in (0, 1)
+    )
+    return _self_attention(op, node, op.MatMul(x, w) + node.input(2), mask=5, past=8)
+
+
+def _self_attention(
+    op: Recorder, node: NodeView, projected: ir.Value, *, mask: int, past: int, bias: int | None = None
+) -> Sequence[ir.Value | None]:
+    """The result and the keys and values; `mask`, `past` and `bias` are positions of inputs."""
+    heads, before = node.attribute("num_heads"), node.optional(past)
     sizes = node.attribute("qkv_hidden_sizes")
     if sizes:
         parts = op.Split(projected, sizes, axis=2, _outputs=3)
     else:
         parts = op.Split(projected, axis=2, num_outputs=3, _outputs=3)
     q, k, v = (_heads(op, part, heads) for part in parts)
-    if past is not None:
-        past_key, past_value = (op.Gather(past, np.array(i), axis=0) for i in (0, 1))
+    if before is not None:
+        past_key, past_value = (op.Gather(before, np.array(i), axis=0) for i in (0, 1))
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
-    y, _ = _attend(op, node, q, k, v, mask=3, bias=5, causal=bool(node.attribute("unidirectional", 0)))
+    causal = bool(node.attribute("unidirectional", 0))
+    y, _ = _attend(op, node, q, k, v, mask=mask, bias=bias, causal=causal)
     present = None
     if node.has_output(1):
         present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
@@ -121,7 +143,7 @@ def _attend(
     v: ir.Value,
     *,
     mask: int,
-    bias: int,
+    bias: int | None,
     causal: bool,
 ) -> tuple[ir.Value, ir.Value]:
     """The result and the scores; `mask` and `bias` are positions of inputs."""
@@ -135,7 +157,7 @@ def _attend(
             _positions(op, q) + (op.Shape(k, start=2, end=3) - op.Shape(q, start=2, end=3)), [1]
         )
         scores = op.Where(op.Greater(keys, last), _lowest(op, q), scores)
-    extra = node.optional(bias)
+    extra = None if bias is None else node.optional(bias)
     if extra is not None:
         scores = scores + extra
     p = op.Softmax(scores, axis=-1)

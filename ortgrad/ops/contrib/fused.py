@@ -161,10 +161,10 @@ def fused_mat_mul_activation(op: Recorder, node: NodeView) -> ir.Value:
 
 
 @definition("GemmFastGelu", domain=DOMAIN)
-def gemm_fast_gelu(op: Recorder, node: NodeView) -> ir.Value:
+def gemmfast_gelu_of(op: Recorder, node: NodeView) -> ir.Value:
     """FastGelu(X W + bias)"""
     y, bias = op.MatMul(node.input(0), node.input(1)), node.optional(2)
-    return _fast_gelu(op, y if bias is None else y + bias)
+    return fast_gelu_of(op, y if bias is None else y + bias)
 
 
 @definition("Gelu", domain=DOMAIN)
@@ -190,7 +190,7 @@ def bias_split_gelu(op: Recorder, node: NodeView) -> ir.Value:
 def fast_gelu(op: Recorder, node: NodeView) -> ir.Value:
     """Gelu(X + bias), approximated with tanh"""
     x, bias = node.input(0), node.optional(1)
-    return _fast_gelu(op, x if bias is None else x + bias)
+    return fast_gelu_of(op, x if bias is None else x + bias)
 
 
 @definition("QuickGelu", domain=DOMAIN)
@@ -224,5 +224,5 @@ def _gelu(op: Recorder, x: ir.Value) -> ir.Value:
     return x * (op.Erf(x * math.sqrt(0.5)) + 1.0) * 0.5
 
 
-def _fast_gelu(op: Recorder, x: ir.Value) -> ir.Value:
+def fast_gelu_of(op: Recorder, x: ir.Value) -> ir.Value:
     return x * (op.Tanh(x * (x * x * 0.035677408136300125 + 0.7978845608028654)) + 1.0) * 0.5

@@ -13,6 +13,7 @@ from ortgrad.autodiff.node_view import NodeView
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._types import cast_like
+from ortgrad.ops.contrib._packed import unpacked
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -174,13 +175,13 @@ def mat_mul_n_bits(op: Recorder, node: NodeView) -> ir.Value:
     n, k = node.attribute("N"), node.attribute("K")
     blocks = -(-k // size)
     # [N, block, element]
-    weight = op.Reshape(cast_like(op, _unpacked(op, node, node.input(1), bits), a), [n, blocks, size])
+    weight = op.Reshape(cast_like(op, unpacked(op, node, node.input(1), bits), a), [n, blocks, size])
     if zeros is None:
         zero = op.number(2.0 ** (bits - 1), a)
     else:
         if zeros.dtype is not None and zeros.dtype.name == "UINT8":
             rows = op.Reshape(zeros, [n, -1])
-            zeros = cast_like(op, op.Slice(_unpacked(op, node, rows, bits), [0], [blocks], [1]), a)
+            zeros = cast_like(op, op.Slice(unpacked(op, node, rows, bits), [0], [blocks], [1]), a)
         zero = op.Reshape(zeros, [n, blocks, 1])
     scales = op.Reshape(scales, [n, blocks, 1])
     if groups is None:
@@ -193,22 +194,6 @@ def mat_mul_n_bits(op: Recorder, node: NodeView) -> ir.Value:
         weight = (weight - zero) * op.Gather(op.Squeeze(scales, [2]), groups, axis=1)
     y = op.MatMul(a, op.Transpose(weight, perm=[1, 0]))
     return y if bias is None else y + bias
-
-
-def _unpacked(op: Recorder, node: NodeView, packed: ir.Value, bits: int) -> ir.Value:
-    """The integers of a few bits along the last axis, the lowest bits of a byte first."""
-    if bits not in (2, 4, 8):
-        raise node.unsupported(f"its weights have {bits} bits")
-    if bits == 8:
-        return packed
-    mask = np.array(2**bits - 1, np.uint8)
-    parts = [
-        op.Unsqueeze(
-            op.BitwiseAnd(op.BitShift(packed, np.array(shift, np.uint8), direction="RIGHT"), mask), [-1]
-        )
-        for shift in range(0, 8, bits)
-    ]
-    return op.Reshape(op.Concat(*parts, axis=-1), op.Concat(op.Shape(packed, end=-1), [-1], axis=0))
 
 
 @definition("MatMulBnb4", domain=DOMAIN)
@@ -238,33 +223,36 @@ def mat_mul_bnb4(op: Recorder, node: NodeView) -> ir.Value:
 undefined(
     *("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"),
     domain=DOMAIN,
-    why="it searches or samples sequences of words with a whole decoder",
+    why="it searches or samples sequences of words with a whole decoder; differentiate the decoder",
 )
 undefined(
     *("DecoderMaskedMultiHeadAttention", "DecoderMaskedSelfAttention"),
     domain=DOMAIN,
     why="it computes one word at a time and writes into a buffer; use the model before that fusion",
 )
-undefined("SparseAttention", domain=DOMAIN, why="its pattern of blocks is known at run time only")
+undefined(
+    "SparseAttention",
+    domain=DOMAIN,
+    why="its pattern of blocks is known at run time only; use the model before that fusion",
+)
 undefined(
     *("PackedAttention", "PackedMultiHeadAttention", "LongformerAttention"),
     domain=DOMAIN,
     why="it runs on CUDA only; use the model before that fusion",
 )
-undefined("LinearAttention", "MoE", domain=DOMAIN, why="use the model before that fusion")
-undefined("AttnLSTM", domain=DOMAIN, why="onnxruntime has it for one model of its own; use LSTM and MatMul")
-undefined("WordConvEmbedding", domain=DOMAIN, why="onnxruntime has it for one model of its own; use Conv")
-undefined("MaxpoolWithMask", domain=DOMAIN, why="onnxruntime has it for one model of its own; use MaxPool")
+undefined("AttnLSTM", domain=DOMAIN, why="no exporter and no optimizer makes it; use LSTM and MatMul")
+undefined("WordConvEmbedding", domain=DOMAIN, why="no exporter and no optimizer makes it; use Conv")
+undefined("MaxpoolWithMask", domain=DOMAIN, why="no exporter and no optimizer makes it; use MaxPool")
 undefined("SparseToDenseMatMul", domain=DOMAIN, why="A is a sparse tensor; use MatMul")
 undefined(
-    "DynamicQuantizeLSTM",
-    "GatherBlockQuantized",
     "MatMulFpQ4",
-    "QAttention",
-    "QEmbedLayerNormalization",
-    "QLinearReduceMean",
-    "QLinearWhere",
-    "QMoE",
     domain=DOMAIN,
-    why="it is quantized and has no rule yet; use the model before quantization",
+    why="its weights are packed for one kind of processor; use MatMulNBits, which replaced it",
+)
+undefined("QLinearReduceMean", domain=DOMAIN, why="onnxruntime has no kernel for it; use ReduceMean")
+undefined(
+    *("AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"),
+    *("ReorderInput", "ReorderOutput", "Upsample"),
+    domain="com.microsoft.nchwc",
+    why="the model was optimised for one kind of processor; optimise it with ORT_ENABLE_EXTENDED at most",
 )

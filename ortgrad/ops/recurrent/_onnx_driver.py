@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortgrad.ops._scan import Results, Step, scan
 from ortgrad.ops.recurrent._activations import Activation
 from ortgrad.ops.recurrent._cell import AXES, Cell, Operands, Saved
 
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from ortgrad.graph.recorder import Recorder
-
-# What a step, or a Scan of steps, makes: the states after it, and elements of sequences (or the sequences).
-Results: TypeAlias = "tuple[Sequence[ir.Value], Sequence[ir.Value]]"
-# step(op, states, *elements), with the states before it and the elements of the sequences that are read.
-Step: TypeAlias = "Callable[..., Results]"
 
 # To the end, for Slice.
 _END = np.iinfo(np.int64).max
@@ -159,39 +155,6 @@ def unless_ended(op: Recorder, new: ir.Value, old: ir.Value, valid: Sequence[ir.
     return op.Where(valid[0], new, old) if valid else new
 
 
-def _scan(
-    op: Recorder, reverse: bool, states: Sequence[ir.Value], sequences: Sequence[ir.Value], step: Step
-) -> Results:
-    """Run `step` over the first axis of the sequences."""
-    import onnx_ir as ir
-
-    count = len(states)
-
-    def build(op: Recorder, *inputs: ir.Value) -> Sequence[ir.Value]:
-        new, made = step(op, inputs[:count], *inputs[count:])
-        return [*new, *made]
-
-    name = "reverse" if reverse else "forward"
-    inputs = [
-        ir.Value(name=op.name(f"{name}/input_{i}"), type=value.type)
-        for i, value in enumerate([*states, *sequences])
-    ]
-    body = op.subgraph(name, inputs, build)
-    for value in body.outputs:
-        # onnxruntime 1.23 asks for the rank.
-        value.shape = ir.Shape([None, None])
-    results = op.Scan(
-        *states,
-        *sequences,
-        body=body,
-        num_scan_inputs=len(sequences),
-        scan_input_directions=[int(reverse)] * len(sequences),
-        scan_output_directions=[int(reverse)] * (len(body.outputs) - count),
-        _outputs=len(body.outputs),
-    )
-    return results[:count], results[count:]
-
-
 def _scan_forward(
     direction: Direction, sequences: Sequence[ir.Value], step: Step
 ) -> dict[str, list[ir.Value]]:
@@ -204,7 +167,9 @@ def _scan_forward(
         new = [unless_ended(op, after, before, valid) for after, before in zip(new, states, strict=True)]
         return new, [*new, *gates]
 
-    finals, made = _scan(op, direction.reverse, direction.initial, [*sequences, *direction.valid], forward)
+    finals, made = scan(
+        op, direction.initial, [*sequences, *direction.valid], forward, reverse=direction.reverse
+    )
     gates = _concat(op, made[count:], 2)
     return {
         "states": [direction.keep_valid(states) for states in made[:count]],
@@ -241,7 +206,7 @@ def scan_backward(
 
     more = [] if saved.d_states is None else [direction.keep_valid(saved.d_states)]
     finals = [final for final in saved.d_finals if final is not None]
-    return _scan(direction.op, not direction.reverse, finals, [*sequences, *more], backward)
+    return scan(direction.op, finals, [*sequences, *more], backward, reverse=not direction.reverse)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
+from ortgrad.ops._scan import Results, Step
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
@@ -282,13 +283,13 @@ def _biases(v: in_onnx.Direction) -> tuple[ir.Value | None, ir.Value | None]:
     return v.biases[0] + v.op.Concat(zr, v.op.full_like(rbh, 0.0), axis=0), rbh
 
 
-def _onnx_forward_step(v: in_onnx.Direction) -> tuple[Sequence[ir.Value], in_onnx.Step]:
+def _onnx_forward_step(v: in_onnx.Direction) -> tuple[Sequence[ir.Value], Step]:
     gate_function, state_function = v.activations
     bias, late_bias = _biases(v)
     r_zr, r_h = (transposed(v.op, part) for part in v.split(v.op, v.r, _ZR_H, 0))
     limited = v.limited()
 
-    def step(op: Recorder, states: Sequence[ir.Value], x_zr: ir.Value, x_h: ir.Value) -> in_onnx.Results:
+    def step(op: Recorder, states: Sequence[ir.Value], x_zr: ir.Value, x_h: ir.Value) -> Results:
         (state,) = states
         zr = gate_function.onnx(op, limited(op, op.Gemm(state, r_zr, x_zr)))
         z, r = op.Split(zr, axis=1, num_outputs=2, _outputs=2)
@@ -329,7 +330,7 @@ def _onnx_backward(v: in_onnx.Direction, saved: Saved[ir.Value]) -> in_onnx.Gate
 
         def linear_step(
             op: Recorder, gradients: Sequence[ir.Value], factors: ir.Value, z: ir.Value
-        ) -> in_onnx.Results:
+        ) -> Results:
             (dh,) = gradients
             da = op.Concat(dh, dh, dh, axis=1) * factors
             return [op.Gemm(da, v.r, dh * z)], [da, dh]
@@ -339,7 +340,7 @@ def _onnx_backward(v: in_onnx.Direction, saved: Saved[ir.Value]) -> in_onnx.Gate
         da = op.Concat(da_zr, dhs * factor_h, axis=2)
         return in_onnx.GateGradients(d_initial, da, da_r, [(da_r, previous)])
 
-    def reset_step(op: Recorder, gradients: Sequence[ir.Value], *elements: ir.Value) -> in_onnx.Results:
+    def reset_step(op: Recorder, gradients: Sequence[ir.Value], *elements: ir.Value) -> Results:
         (dh,), (factor_z, factor_r, factor_h, z, r) = gradients, elements
         dah = dh * factor_h
         through = op.MatMul(dah, r_h)

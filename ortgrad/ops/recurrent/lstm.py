@@ -26,6 +26,7 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
+from ortgrad.ops._scan import Results, Step
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
@@ -277,12 +278,12 @@ class _Backward(in_numpy.Backward):
             np.einsum("tbh,tbh->h", da, cells, out=part)
 
 
-def _onnx_forward_step(v: in_onnx.Direction) -> tuple[Sequence[ir.Value], in_onnx.Step]:
+def _onnx_forward_step(v: in_onnx.Direction) -> tuple[Sequence[ir.Value], Step]:
     gate_function, cell_function, state_function = v.activations
     r, p = transposed(v.op, v.r), v.peepholes
     limited = v.limited()
 
-    def step(op: Recorder, states: Sequence[ir.Value], x: ir.Value) -> in_onnx.Results:
+    def step(op: Recorder, states: Sequence[ir.Value], x: ir.Value) -> Results:
         state, memory = states
         a = op.Gemm(state, r, x)
         if p is None:
@@ -330,7 +331,7 @@ def _onnx_backward(v: in_onnx.Direction, saved: Saved[ir.Value]) -> in_onnx.Gate
         through_cell = op.Sum(through_cell, factor_i * p[0], factor_f * p[2])
     factors = op.Concat(factor_i, factor_o, factor_f, factor_c, axis=2)
 
-    def step(op: Recorder, gradients: Sequence[ir.Value], *elements: ir.Value) -> in_onnx.Results:
+    def step(op: Recorder, gradients: Sequence[ir.Value], *elements: ir.Value) -> Results:
         (dh, dc), (factors, through_state, through_cell, *valid) = gradients, elements
         dc = dc + dh * through_state
         da = op.Concat(dc, dh, dc, dc, axis=1) * factors

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.ops._scan import Results
 from ortgrad.ops.recurrent._cell import Cell, Operands, Saved, attributes_of
 from ortgrad.ops.recurrent._onnx_driver import (
     Body,
     Direction,
     GateGradients,
-    Results,
     scan_backward,
     unless_ended,
 )

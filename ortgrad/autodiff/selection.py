@@ -1,0 +1,136 @@
+"""Elements that the forward pass does not choose: their gradient is 0, whatever the derivative is.
+
+In y = Where(x > 0, Log(x), 0), the gradient of Log's output is 0 where x is not positive. At x = 0 its
+derivative is infinite, and 0 * inf is NaN. The backward pass therefore remembers under which conditions a
+gradient was set to zero, and says Where(x > 0, dx, 0) once more behind an operator whose derivative may not
+be finite. Only choices count, which make the other elements irrelevant: Where, Relu, Clip, a product with a
+mask of booleans. A gradient that is 0 for another reason, as behind Sqrt(x) ** 2 at 0, stays NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortgrad.autodiff.rules import Rule
+from ortgrad.graph.recorder import Recorder
+
+# Element-wise operators whose derivative may be infinite or NaN; that of a power, quotient or product depends
+# on the other operand.
+_SINGULAR = frozenset(["Acos", "Acosh", "Asin", "Atanh", "Cosh", "Log", "Mod", "Reciprocal", "Sinh", "Sqrt"])
+# Operators whose result may not be finite, and those that pass it on; all others are taken to be finite.
+_INFINITE = _SINGULAR | {"Div", "Exp", "Pow", "Tan"}
+_PASSING = frozenset(["Abs", "Add", "Cast", "Identity", "Mul", "Neg", "Sub", "Sum"])
+_STEPS = 8
+
+
+@dataclass(eq=False)
+class Choice:
+    """Where a gradient is not set to zero.
+
+    `flags` are booleans that broadcast to the gradient, and `chosen` is the value of those elements; numbers
+    stand for whether they are positive. `before` is the choice of the gradient that this one is made from.
+    """
+
+    flags: ir.Value
+    chosen: bool
+    before: Choice | None
+
+
+class Selections:
+    """The choices that gradients depend on."""
+
+    def __init__(self, op: Recorder) -> None:
+        self._op = op
+        self._choices: dict[ir.Value, Choice] = {}
+
+    def behind(self, node: ir.Node, rule: Rule, i: int, dy: ir.Value | None, grad: ir.Value) -> Choice | None:
+        """Return the choice for the gradient that the rule has recorded for the i-th input."""
+        if not rule.elementwise:
+            return None
+        before = None if dy is None else self._choices.get(dy)
+        flags, chosen = (None, True) if grad is dy else _own_flags(node, i, grad)
+        return before if flags is None else Choice(flags, chosen, before)
+
+    def guard(self, node: ir.Node, i: int, grad: ir.Value, choice: Choice | None) -> ir.Value:
+        """Return the gradient, set to zero again if the operator's derivative may not be finite."""
+        if choice is None or not _may_be_infinite(node, i):
+            return grad
+        # Both become one, so that the next guard behind this one has as little to do.
+        choice.flags, choice.chosen, choice.before = self._together(choice), True, None
+        guarded: ir.Value = self._op.Where(choice.flags, grad, 0.0)
+        return guarded
+
+    def remember(self, grad: ir.Value, choice: Choice | None) -> None:
+        """Remember the choice for a gradient."""
+        if choice is not None:
+            self._choices[grad] = choice
+
+    def _together(self, choice: Choice) -> ir.Value:
+        """Return where all choices agree not to set a gradient to zero."""
+        op, found, last = self._op, None, choice
+        while True:
+            flags = last.flags
+            if flags.dtype != ir.DataType.BOOL:
+                flags = op.Greater(flags, 0.0)
+            flags = flags if last.chosen else op.Not(flags)
+            found = flags if found is None else op.And(found, flags)
+            if last.before is None:
+                return found
+            last = last.before
+
+
+def _own_flags(node: ir.Node, i: int, grad: ir.Value) -> tuple[ir.Value | None, bool]:
+    """Return how this node chooses its i-th input; None if it does not."""
+    if node.op_type == "Mul":
+        other = node.inputs[1 - i]
+        cast = None if other is None else other.producer()
+        mask = cast.inputs[0] if cast is not None and cast.op_type == "Cast" else None
+        return (mask if mask is not None and mask.dtype == ir.DataType.BOOL else None), True
+    producer = grad.producer()
+    if producer is not None and producer.op_type == "ReluGrad":
+        return producer.inputs[1], True
+    if producer is not None and producer.op_type == "Where":
+        flags, if_true, if_false = producer.inputs
+        if _is_zero(if_false):
+            return flags, True
+        if _is_zero(if_true):
+            return flags, False
+    return None, True
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    tensor = _constant(value)
+    return tensor is not None and tensor.size == 1 and not tensor.numpy().any()
+
+
+def _may_be_infinite(node: ir.Node, i: int) -> bool:
+    """Return whether the derivative with respect to the i-th input may not be finite."""
+    if node.op_type == "Pow":
+        # Whole powers from the first on.
+        exponent = None if i else _constant(node.inputs[1])
+        numbers = None if exponent is None else exponent.numpy()
+        return numbers is None or not bool(((numbers >= 1) & (numbers % 1 == 0)).all())
+    if node.op_type == "Div":
+        # If a scalar is zero, no element of the result is finite.
+        other = node.inputs[1]
+        scalar = other is not None and other.shape is not None and not len(other.shape)
+        return i == 1 or not (scalar or _constant(other) is not None)
+    if node.op_type == "Mul":
+        return _has_infinities(node.inputs[1 - i], _STEPS)
+    return node.op_type in _SINGULAR
+
+
+def _has_infinities(value: ir.Value | None, steps: int) -> bool:
+    """Return whether a value comes from an operator whose result may not be finite, a few steps before."""
+    node = None if value is None else value.producer()
+    if node is None or not steps:
+        return False
+    if node.op_type in _INFINITE:
+        return True
+    return node.op_type in _PASSING and any(_has_infinities(v, steps - 1) for v in node.inputs)
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    return None if value is None else ir.convenience.get_const_tensor(value)
