@@ -49,3 +49,11 @@ class KernelError(OrtgradError, RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
         return type(self), (self.node, self.operator, self.inputs, self.reason)
+
+
+def unknown_rank(what: str) -> str:
+    """Return the text of an error about a value whose number of dimensions is needed, but not known."""
+    return (
+        f"the number of dimensions of {what} is not known: declare its shape (symbolic dimensions are "
+        "enough), or give build_gradient_model feeds (on the command line: --feeds), for a run that shows it"
+    )

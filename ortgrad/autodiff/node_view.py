@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.errors import NodeError
+from ortgrad.errors import NodeError, unknown_rank
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -55,9 +55,7 @@ class NodeView:
         """Return the rank of the i-th input; it is an error if it is unknown."""
         shape = self.input(i).shape
         if shape is None:
-            raise self.unsupported(
-                f"the number of dimensions of its input {self.input(i).name!r} is not known"
-            )
+            raise self.unsupported(unknown_rank(f"its input {self.input(i).name!r}"))
         return len(shape)
 
     def constant(self, i: int) -> np.ndarray | None:

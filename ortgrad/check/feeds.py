@@ -11,8 +11,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from ortgrad.check.sessions import Arrays, CannotRunError, numpy_type, on_onnxruntime, typed
+from ortgrad.check.sessions import CannotRunError, on_onnxruntime
 from ortgrad.errors import ModelError
+from ortgrad.graph.feeds import Arrays, numpy_type, refuse_foreign, typed
 from ortgrad.graph.protos import FLOATS
 
 LARGEST_INPUT = 1 << 30  # the limit of elements drawn for one input
@@ -37,7 +38,7 @@ def complete_feeds(
 
     `switches` are inputs that turn on training mode of Dropout; missing ones are set to true.
     """
-    _check_given(proto, feeds)
+    refuse_foreign(proto, feeds)
     given = typed(proto, feeds)
     defaults = {tensor.name for tensor in proto.graph.initializer}
     missing = [v for v in proto.graph.input if v.name not in given and v.name not in defaults]
@@ -66,17 +67,6 @@ def describe_type(type_: onnx.TypeProto) -> str:
     if which == "tensor_type":
         return f"{TensorProto.DataType.Name(type_.tensor_type.elem_type).lower()} tensors"
     return f"a {str(which or 'value').removesuffix('_type')}"
-
-
-def _check_given(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
-    unknown = sorted(set(feeds) - {value.name for value in proto.graph.input})
-    if unknown:
-        raise ModelError(f"the model has no input {unknown[0]!r} to feed")
-    for value in proto.graph.input:
-        if value.name in feeds and value.type.tensor_type.elem_type in FLOATS:
-            dtype = np.asarray(feeds[value.name]).dtype
-            if not (np.issubdtype(dtype, np.number) or dtype.name in ("bool", "bfloat16")):
-                raise ModelError(f"input {value.name!r} takes numbers, not {dtype}")
 
 
 def _sizes(proto: onnx.ModelProto, given: Arrays) -> dict[str, int]:

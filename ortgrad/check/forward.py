@@ -12,8 +12,9 @@ from onnx import helper, numpy_helper
 
 from ortgrad.check.differences import DOUBLE_STEPS, SINGLE_STEPS, Steps
 from ortgrad.check.double_precision import in_double
-from ortgrad.check.sessions import Arrays, CannotRunError, Run, on_onnxruntime, typed, values_of
+from ortgrad.check.sessions import CannotRunError, Run, on_onnxruntime, values_of
 from ortgrad.errors import ModelError, OrtgradError
+from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.graph.protos import copy_of
 from ortgrad.pipelines.prepare import prepare_loaded
 

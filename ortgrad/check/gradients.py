@@ -22,6 +22,7 @@ from ortgrad.check.sessions import Backward
 from ortgrad.check.stops import quiet_stops
 from ortgrad.check.targets import differentiable
 from ortgrad.errors import ModelError, OrtgradError
+from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.metadata import names_in
 from ortgrad.graph.protos import FLOATS
@@ -81,7 +82,7 @@ def check_gradients(
     marked, fixed = with_marked_draws(proto, given)
     # Warn about zero gradients only if the caller asked for these targets.
     with quiet_stops() if wrt is None else nullcontext():
-        built = build_gradient_model(marked, wrt=targets, of=outputs)
+        built = build_gradient_model(marked, wrt=targets, of=outputs, feeds=_if_complete(marked, given))
     targets, outputs = names_in(built)
     marked = proto = _exposed(marked, targets, outputs)
     if fixed:
@@ -93,7 +94,10 @@ def check_gradients(
     if forward.on_onnxruntime and any(h.value.dtype != np.float64 for h in forward.handles.values()):
         # Some operators have no gradient in double. Warnings about zero gradients were issued above.
         with suppress(OrtgradError), quiet_stops():
-            double = build_gradient_model(in_double(marked), wrt=targets, of=outputs)
+            double = in_double(marked)
+            double = build_gradient_model(
+                double, wrt=targets, of=outputs, feeds=_if_complete(double, complete)
+            )
             passes.append(Backward(with_fixed_draws(double), targets, kernels))
     known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     seeds = [value.name for value in built.graph.input if value.name not in known]
@@ -121,6 +125,13 @@ def check_gradients(
     precisions = tuple(dict.fromkeys(array.dtype.name for array in gradients))
     count = len(targets)
     return GradientCheck(tuple(rows[:count]), forward.name, tuple(rows[count:]), precisions, fixed)
+
+
+def _if_complete(proto: onnx.ModelProto, feeds: Arrays) -> Arrays | None:
+    """Return the feeds if there is one for every input without a default, else None."""
+    defaults = {tensor.name for tensor in proto.graph.initializer}
+    inputs = {value.name for value in proto.graph.input}
+    return {k: feeds[k] for k in inputs & feeds.keys()} if inputs - defaults <= feeds.keys() else None
 
 
 def _exposed(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:

@@ -10,8 +10,9 @@ import numpy as np
 
 from ortgrad.check.differences import rounding_of
 from ortgrad.check.forward import Forward, size_of
-from ortgrad.check.sessions import Arrays, Backward, CannotRunError
+from ortgrad.check.sessions import Backward, CannotRunError
 from ortgrad.errors import ModelError
+from ortgrad.graph.feeds import Arrays
 
 NOISE_RUNS = 3
 

@@ -11,10 +11,11 @@ from onnx import helper, numpy_helper
 
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.check.result import GradientCheck, Row
-from ortgrad.check.sessions import Arrays, typed, values_of
+from ortgrad.check.sessions import values_of
 from ortgrad.check.stops import quiet_stops
 from ortgrad.check.targets import not_differentiable
 from ortgrad.errors import OrtgradError
+from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.graph.loading import one_line
 from ortgrad.graph.protos import FLOATS, declared_values, dependencies
 from ortgrad.operators.schema import with_schemas

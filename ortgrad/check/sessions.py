@@ -1,22 +1,20 @@
-"""Running models on arrays by name, which are converted to the declared element types."""
+"""Running models on arrays by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import helper
 
 from ortgrad.errors import ModelError
+from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.graph.loading import one_line, onnxruntime_errors
-from ortgrad.graph.protos import FLOATS, copy_of
+from ortgrad.graph.protos import copy_of
 from ortgrad.pipelines.prepare import Kernels
 from ortgrad.runtime.session import InferenceSession
 
-Arrays = dict[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]
 
 
@@ -70,19 +68,3 @@ def values_of(model: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Ar
         return on_onnxruntime(exposed)(feeds)
     except CannotRunError as error:
         raise ModelError(f"the model does not run: {error}") from error
-
-
-def typed(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> Arrays:
-    """Return the feeds for inputs of the model, floating-point ones in the declared element types."""
-    found = {}
-    for value in model.graph.input:
-        element = value.type.tensor_type.elem_type
-        if value.name in feeds:
-            array = feeds[value.name]
-            found[value.name] = np.asarray(array).astype(numpy_type(element)) if element in FLOATS else array
-    return found
-
-
-def numpy_type(element: int) -> np.dtype:
-    """Return the NumPy type of an onnx element type."""
-    return np.dtype(helper.tensor_dtype_to_np_dtype(element))

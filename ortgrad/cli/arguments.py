@@ -11,6 +11,11 @@ VALUES = "inputs, initializers or intermediate values, or patterns such as 'laye
 PARAMETERS = f"{VALUES} (default: the parameters)"
 FIRST_OUTPUT = "outputs or intermediate values (default: the first floating-point output)"
 
+SEEN = (
+    "all inputs by name, for a run that shows the numbers of dimensions that the model does not tell "
+    "(see numpy.savez)"
+)
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser; the argument `command` is the name of a module in ortgrad.cli."""
@@ -38,6 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="differentiate quantized models as if nothing were rounded; without, refuse them (default: yes)",
     )
 
+    _add_feeds(grad, SEEN)
+
     prepare = commands.add_parser(
         "prepare",
         help="make a model with gradient nodes ready for onnxruntime",
@@ -60,9 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_kernels(check)
     check.add_argument("--per-node", action="store_true", help="check every node by itself as well")
-    check.add_argument(
-        "--feeds", metavar="FILE.npz", help="inputs by name; the others are drawn at random (see numpy.savez)"
-    )
+    _add_feeds(check, "inputs by name; the others are drawn at random (see numpy.savez)")
     _add_progress(check)
 
     explain = commands.add_parser(
@@ -73,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(explain)
     _add_names(explain, PARAMETERS, FIRST_OUTPUT)
+    _add_feeds(explain, SEEN)
 
     ops = commands.add_parser(
         "ops",
@@ -103,6 +109,10 @@ def _add_names(parser: argparse.ArgumentParser, wrt: str, of: str) -> None:
     parser.add_argument(
         "--of", nargs="+", action="extend", metavar="NAME", help=f"what is differentiated: {of}"
     )
+
+
+def _add_feeds(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--feeds", metavar="FILE.npz", help=text)
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from ortgrad.check import check_gradients
 from ortgrad.cli.exit_codes import WRONG, fail
-from ortgrad.cli.files import load_feeds
+from ortgrad.cli.files import given_feeds
 from ortgrad.cli.progress import Progress
 
 
@@ -15,7 +15,7 @@ def command(arguments: argparse.Namespace) -> int:
     with Progress(arguments.progress) as progress:
         result = check_gradients(
             arguments.model,
-            load_feeds(arguments.feeds) if arguments.feeds is not None else None,
+            given_feeds(arguments.feeds),
             wrt=arguments.wrt,
             of=arguments.of,
             kernels=arguments.kernels,

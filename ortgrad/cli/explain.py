@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from ortgrad.cli.exit_codes import UNSUPPORTED, fail
+from ortgrad.cli.files import given_feeds
 from ortgrad.pipelines.explain import explain
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Print a line for each node."""
-    found = explain(arguments.model, wrt=arguments.wrt, of=arguments.of)
+    found = explain(arguments.model, wrt=arguments.wrt, of=arguments.of, feeds=given_feeds(arguments.feeds))
     names = max((len(item.node) for item in found), default=0)
     operators = max((len(item.operator) for item in found), default=0)
     for item in found:

@@ -16,8 +16,10 @@ LARGEST_FILE = (1 << 31) - (1 << 26)
 SMALLEST_EXTERNAL_TENSOR = 1024
 
 
-def load_feeds(path: str) -> dict[str, np.ndarray]:
-    """Return the arrays of an npz file by name."""
+def given_feeds(path: str | None) -> dict[str, np.ndarray] | None:
+    """Return the arrays of an npz file by name; None if there is no file."""
+    if path is None:
+        return None
     # Opened here, because NumPy does not close files that it cannot read.
     with open(path, "rb") as file:
         try:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortgrad.errors import NodeError
+from ortgrad.errors import NodeError, unknown_rank
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.contract import Contract, Row, Token
 
@@ -154,10 +154,7 @@ class _Comparison:
             stop = stop if start is None else start + 1
             start = stop - 1 if start is None and stop is not None else start
         if start is None or stop is None:
-            raise NodeError(
-                f"the number of dimensions of {self.value.name!r} is not known; declare its shape "
-                "(symbolic dimensions are enough)"
-            )
+            raise NodeError(unknown_rank(repr(self.value.name)))
         if self.dims is not None:
             part = self.dims[start : stop or None]
             if all(isinstance(d, int) for d in part):

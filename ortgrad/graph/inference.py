@@ -31,7 +31,7 @@ def infer_types(model: ir.Model) -> None:
 
 
 def _infer(model: ir.Model) -> None:
-    with _without_weights(model):
+    with without_weights(model):
         proto = to_proto(model)
         spread_constants(proto.graph)
         lengths = hide_lengths(proto)
@@ -55,7 +55,7 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @contextmanager
-def _without_weights(model: ir.Model) -> Iterator[None]:
+def without_weights(model: ir.Model) -> Iterator[None]:
     """Within this context, initializers that are large, or only defaults of inputs, are plain inputs."""
     graph, inputs = model.graph, list(model.graph.inputs)
     large = []

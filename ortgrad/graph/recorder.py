@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortgrad.errors import NodeError
+from ortgrad.errors import NodeError, unknown_rank
 from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import is_integer
 from ortgrad.operators.assertions import REQUIRES
@@ -240,10 +240,7 @@ class Recorder(ir.tape.Tape):
     def rank(self, value: ir.Value) -> int:
         """Return the number of dimensions; raises NodeError if it is unknown."""
         if value.shape is None:
-            raise NodeError(
-                f"the number of dimensions of {value.name!r} is not known; declare its shape "
-                "(symbolic dimensions are enough)"
-            )
+            raise NodeError(unknown_rank(repr(value.name)))
         return len(value.shape)
 
     def Pad(  # noqa: N802

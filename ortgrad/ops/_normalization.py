@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from onnx import TensorProto
@@ -16,19 +16,28 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
+Axes: TypeAlias = "list[int] | ir.Value"
 
-def count_along(op: Recorder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+
+def axes_from(op: Recorder, x: ir.Value, axis: int) -> Axes:
+    """The axes of X from `axis` on; computed at run time if there is no other way."""
+    if x.shape is not None:
+        return list(range(axis % len(x.shape), len(x.shape)))
+    return list(range(axis, 0)) if axis < 0 else op.Range(axis, op.Size(op.Shape(x)), 1)
+
+
+def count_along(op: Recorder, x: ir.Value, axes: Axes) -> ir.Value:
     """The number of elements of X along the axes, in its element type (half precision: float)."""
     wide = is_double(x)
-    dims = None if x.shape is None else [x.shape[a] for a in axes]
+    dims = [x.shape[a] for a in axes] if x.shape is not None and isinstance(axes, list) else None
     if dims is not None and all(isinstance(d, int) for d in dims):
         count = math.prod(d for d in dims if isinstance(d, int))
         return op.constant(np.array(count, np.float64 if wide else np.float32))
-    lengths = op.Gather(op.Shape(x), list(axes))
+    lengths = op.Gather(op.Shape(x), axes)
     return op.Cast(op.ReduceProd(lengths, keepdims=0), to=TensorProto.DOUBLE if wide else TensorProto.FLOAT)
 
 
-def statistics(op: Recorder, x: ir.Value, axes: list[int], epsilon: float) -> tuple[ir.Value, ir.Value]:
+def statistics(op: Recorder, x: ir.Value, axes: Axes, epsilon: float) -> tuple[ir.Value, ir.Value]:
     """The mean and the inverse standard deviation along axes, which are kept with length 1."""
     mean = op.ReduceMean(x, axes)
     centred = x - mean

@@ -23,6 +23,7 @@ from onnx_ir.traversal import RecursiveGraphIterator
 
 from ortgrad.autodiff.backward import BackwardPass, active_values
 from ortgrad.autodiff.rules import ForwardNode, Gradients
+from ortgrad.errors import unknown_rank
 from ortgrad.graph.recorder import RANDOM, Recorder
 from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies, subgraphs
 
@@ -138,10 +139,8 @@ def scan_gradient(node: ForwardNode) -> Gradients:
     grads = dict(zip(step.scanned, results[len(step.like) :], strict=True))
     for i in step.flat_scanned:
         if axes[i - count] != 0:
-            raise node.unsupported(
-                f"it scans {node.input(i).name!r}, whose number of dimensions is not known, along axis "
-                f"{axes[i - count]}"
-            )
+            scanned_value = f"{node.input(i).name!r}, which it scans along axis {axes[i - count]},"
+            raise node.unsupported(unknown_rank(scanned_value))
         grads[i] = node.op.Reshape(grads[i], node.op.Shape(node.input(i)), allowzero=1)
     return *step.finish(results), *(grads.get(i) for i in range(count, count + scanned))
 

@@ -268,12 +268,39 @@ def _channel_mean(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
     return op.ReduceMean(value, _other_axes(rank), keepdims=int(rank == 1))
 
 
+class _View:
+    """The input of a node as [batch, channel, ...]; with three dimensions if the rank is not known."""
+
+    def __init__(self, node: ForwardNode) -> None:
+        self._node = node
+        self._known = node.input(0).shape
+        self.rank = 3 if self._known is None else len(self._known)
+        self.x = self.of(node.input(0))
+
+    def of(self, value: ir.Value) -> ir.Value:
+        """A value of the shape of the input."""
+        op, value = self._node.op, widened(self._node.op, value)
+        if self._known is not None:
+            return value
+        sizes = op.Shape(value)
+        # A vector has one channel.
+        parts = [op.ReduceProd(op.Slice(sizes, [i], [end]), keepdims=1) for i, end in ((1, 2), (2, 1 << 31))]
+        return op.Reshape(value, op.Concat(op.Gather(sizes, [0]), *parts, axis=0), allowzero=1)
+
+    def back(self, grad: ir.Value) -> ir.Value:
+        """The gradient in the shape of the input."""
+        op = self._node.op
+        return (
+            grad if self._known is not None else op.Reshape(grad, op.Shape(self._node.input(0)), allowzero=1)
+        )
+
+
 @gradient("BatchNormalization")
 def batch_normalization_gradient(node: ForwardNode) -> Gradients:
-    op, rank = node.op, node.rank()
     if node.attribute("training_mode"):
         return _training_gradients(node)
-    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    op, view = node.op, _View(node)
+    dy, x, rank = view.of(node.grad(0)), view.x, view.rank
     scale, mean, var = (cast_like(op, node.input(i), x) for i in (1, 3, 4))
     inv = inverse_root(op, var + node.attribute("epsilon"))
     factor = scale * inv
@@ -281,7 +308,7 @@ def batch_normalization_gradient(node: ForwardNode) -> Gradients:
     d_bias = _channel_sum(op, dy, rank)
     d_scale = inv * _channel_sum(op, dy * centred, rank)
     return (
-        dy * _on_channels(op, factor, rank),
+        view.back(dy * _on_channels(op, factor, rank)),
         d_scale,
         d_bias,
         -(factor * d_bias),
@@ -290,8 +317,8 @@ def batch_normalization_gradient(node: ForwardNode) -> Gradients:
 
 
 def _training_gradients(node: ForwardNode) -> Gradients:
-    op, rank, momentum = node.op, node.rank(), node.attribute("momentum")
-    x = widened(op, node.input(0))
+    op, view, momentum = node.op, _View(node), node.attribute("momentum")
+    x, rank = view.x, view.rank
     mean = _channel_mean(op, x, rank)
     centred = x - _on_channels(op, mean, rank)
     d_running_mean, d_running_var = node.optional_grad(1), node.optional_grad(2)
@@ -300,7 +327,7 @@ def _training_gradients(node: ForwardNode) -> Gradients:
     if node.optional_grad(0) is not None:
         var = _channel_mean(op, centred * centred, rank)
         inv = inverse_root(op, var + node.attribute("epsilon"))
-        operands = widened(op, node.grad(0)), x, node.input(1), mean, inv
+        operands = view.of(node.grad(0)), x, node.input(1), mean, inv
         dx, gradients[1], gradients[2] = op.BatchNormalizationGrad(
             *operands, epsilon=node.attribute("epsilon"), _outputs=3
         )
@@ -315,14 +342,14 @@ def _training_gradients(node: ForwardNode) -> Gradients:
         gradients[3] = d_running_mean * momentum
         shift = _on_channels(op, cast_like(op, d_running_mean, x) * share, rank)
         parts.append(shift if parts else op.Expand(shift, op.shape_of(x)))
-    gradients[0] = sum_of(op, parts)
+    gradients[0] = view.back(sum_of(op, parts))
     return gradients
 
 
 @gradient("InstanceNormalization")
 def instance_normalization_gradient(node: ForwardNode) -> Gradients:
-    op, rank = node.op, node.rank()
-    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    op, view = node.op, _View(node)
+    dy, x, rank = view.of(node.grad(0)), view.x, view.rank
     axes = list(range(2, rank))
     mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
     normalized = (x - mean) * inv
@@ -331,14 +358,14 @@ def instance_normalization_gradient(node: ForwardNode) -> Gradients:
     factor = inv * _on_channels(op, cast_like(op, node.input(1), x), rank)
     count = count_along(op, x, axes)
     pull = normalized * (weighted / count) + total / count
-    dx = factor * (dy - pull)
+    dx = view.back(factor * (dy - pull))
     return dx, _channel_sum(op, weighted, rank), _channel_sum(op, total, rank)
 
 
 @gradient("GroupNormalization")
 def group_normalization_gradient(node: ForwardNode) -> Gradients:
-    op, rank, groups = node.op, node.rank(), node.attribute("num_groups")
-    dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
+    op, view, groups = node.op, _View(node), node.attribute("num_groups")
+    dy, x, rank = view.of(node.grad(0)), view.x, view.rank
     scale, shape, grouped = cast_like(op, node.input(1), x), op.shape_of(x), [0, groups, -1]
     per_group = op.opset < 21  # before, scale and bias have a value per group, not per channel
     values = op.Reshape(x, grouped)
@@ -350,7 +377,7 @@ def group_normalization_gradient(node: ForwardNode) -> Gradients:
     else:
         g = op.Reshape(dy * _on_channels(op, scale, rank), grouped)
         weighted = dy * op.Reshape(normalized, shape)
-    dx = op.Reshape(_standardized_grad(op, g, normalized, inv, [2]), shape)
+    dx = view.back(op.Reshape(_standardized_grad(op, g, normalized, inv, [2]), shape))
     return dx, _channel_sum(op, weighted, rank), _channel_sum(op, dy, rank)
 
 
@@ -364,7 +391,7 @@ def _standardized_grad(
 
 @gradient("MeanVarianceNormalization")
 def mean_variance_normalization_gradient(node: ForwardNode) -> ir.Value:
-    op, axes = node.op, [axis % node.rank() for axis in node.attribute("axes")]
+    op, axes = node.op, node.attribute("axes")
     dy, x = widened(op, node.grad(0)), widened(op, node.input(0))
     centred = x - op.ReduceMean(x, axes)
     deviation = op.Sqrt(op.ReduceMean(centred * centred, axes))

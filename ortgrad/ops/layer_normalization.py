@@ -12,7 +12,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops._kernels import blockwise
-from ortgrad.ops._normalization import count_along, inverse_root, statistics, sum_of
+from ortgrad.ops._normalization import Axes, axes_from, count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, is_double, widened
 
 if TYPE_CHECKING:
@@ -285,8 +285,8 @@ def _layer_body(
 @gradient("LayerNormalization")
 def layer_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
-    axis = node.attribute("axis") % node.rank()
-    axes = list(range(axis, node.rank()))
+    axis = _axis(node)
+    axes = axes_from(op, x, axis)
     if is_double(x):
         # onnxruntime's Mean and InvStdDev are float32 for a float64 X too.
         mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
@@ -307,9 +307,7 @@ def layer_normalization_gradient(node: ForwardNode) -> Gradients:
     return sum_of(op, [cast_like(op, part, x) for part in parts]), d_scale, d_bias
 
 
-def _inverse_grad(
-    op: Recorder, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: list[int]
-) -> ir.Value:
+def _inverse_grad(op: Recorder, d_inv: ir.Value, centred: ir.Value, inv: ir.Value, axes: Axes) -> ir.Value:
     """The gradient of `centred` through inv = 1 / sqrt(mean(centred^2) + epsilon)"""
     cube = inv * inv * inv
     slope = cast_like(op, d_inv, inv) * cube / count_along(op, centred, axes)
@@ -362,22 +360,30 @@ def _spans(value: ir.Value, x: ir.Value, axis: int) -> bool:
 @gradient("RMSNormalization")
 def rms_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
-    axis = node.attribute("axis") % node.rank()
-    inv = _inverse_rms(op, x, axis, node.rank(), node.attribute("epsilon"))
+    axis = _axis(node)
+    inv = _inverse_rms(op, x, axes_from(op, x, axis), node.attribute("epsilon"))
     return _layer_gradients(node, node.grad(0), x, None, inv, axis)[:2]
 
 
-def _inverse_rms(op: Recorder, x: ir.Value, axis: int, rank: int, epsilon: float) -> ir.Value:
+def _axis(node: ForwardNode) -> int:
+    """The first of the axes, counted from the front if the rank is known."""
+    shape = node.input(0).shape
+    # onnx has no schema for SimplifiedLayerNormalization, so no defaults are known.
+    axis: int = node.attribute("axis", -1)
+    return axis if shape is None else axis % len(shape)
+
+
+def _inverse_rms(op: Recorder, x: ir.Value, axes: Axes, epsilon: float) -> ir.Value:
     x = widened(op, x)
-    return inverse_root(op, op.ReduceMean(x * x, list(range(axis, rank))) + epsilon)
+    return inverse_root(op, op.ReduceMean(x * x, axes) + epsilon)
 
 
 @gradient("SimplifiedLayerNormalization")
 def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
     op, x = node.op, node.input(0)
-    # onnx has no schema for it, so no defaults are known.
-    axis, epsilon = node.attributes.get("axis", -1) % node.rank(), node.attributes.get("epsilon", 1e-5)
-    inv = _inverse_rms(op, x, axis, node.rank(), epsilon)
+    axis = _axis(node)
+    axes = axes_from(op, x, axis)
+    inv = _inverse_rms(op, x, axes, node.attribute("epsilon", 1e-5))
     parts: list[ir.Value] = []
     d_scale = None
     if node.optional_grad(0) is not None:
@@ -385,7 +391,7 @@ def simplified_layer_normalization_gradient(node: ForwardNode) -> Gradients:
         parts.append(dx)
     d_inv = node.optional_grad(1)
     if d_inv is not None:
-        part = _inverse_grad(op, d_inv, cast_like(op, x, inv), inv, list(range(axis, node.rank())))
+        part = _inverse_grad(op, d_inv, cast_like(op, x, inv), inv, axes)
         parts.append(cast_like(op, part, x))
     return sum_of(op, parts), d_scale
 

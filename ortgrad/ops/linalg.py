@@ -28,16 +28,73 @@ def mat_mul_gradient(node: ForwardNode) -> Gradients:
         rows, dy = op.Flatten(a, axis=-1), op.Flatten(node.grad(0), axis=-1)
         da = op.Reshape(op.Gemm(dy, b, transB=1), op.Shape(a), allowzero=1)
         return da, op.Gemm(rows, dy, transA=1)
+    if a.shape is None or b.shape is None:
+        return _product_at_run_time(node)
     return _Product(node).grads(node.grad(0))
+
+
+def _product_at_run_time(
+    node: ForwardNode, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
+) -> Gradients:
+    """The gradients of alpha op(A) op(B), op the transpose or the identity, for any ranks."""
+    op, turned = node.op, [turned_a, turned_b]
+    # A vector is a row on the left, a column on the right; a stack of matrices remains what it is.
+    shapes = [op.Shape(node.input(i)) for i in range(2)]
+    ones = [op.Slice([1], [0], op.Sub([2], op.Shape(shape))) for shape in shapes]
+    a, b = (
+        op.Reshape(
+            node.input(i),
+            op.Concat(*([ones[i], shapes[i]] if turned[i] == bool(i) else [shapes[i], ones[i]]), axis=0),
+            allowzero=1,
+        )
+        for i in range(2)
+    )
+    sizes = op.Shape(node.grad(0))
+    matrix = op.Sub(op.Sub([2], op.Shape(ones[0])), op.Shape(ones[1]))
+    stack = op.Slice(sizes, [0], op.Sub(op.Shape(sizes), matrix))
+    rows, columns = -1 if turned_a else -2, -2 if turned_b else -1
+    lengths = [op.Gather(op.Shape(a), [rows]), op.Gather(op.Shape(b), [columns])]
+    dy = op.Reshape(node.grad(0), op.Concat(stack, *lengths, axis=0), allowzero=1)
+    dy = dy if alpha == 1 else dy * alpha
+    grads: list[ir.Value | None] = [None, None]
+    if node.wants(0):
+        da = zero_if_empty(op, op.MatMul(dy, b if turned_b else _turned(op, b)), b, columns)
+        grads[0] = _unstacked(op, _turned(op, da) if turned_a else da, a, shapes[0])
+    if node.wants(1):
+        db = zero_if_empty(op, op.MatMul(a if turned_a else _turned(op, a), dy), a, rows)
+        grads[1] = _unstacked(op, _turned(op, db) if turned_b else db, b, shapes[1])
+    return grads
+
+
+def _unstacked(op: Recorder, grad: ir.Value, matrices: ir.Value, shape: ir.Value) -> ir.Value:
+    return op.Reshape(unbroadcast(op, grad, matrices, grad), shape, allowzero=1)
+
+
+def _turned(op: Recorder, value: ir.Value) -> ir.Value:
+    """A stack of matrices of unknown rank, each one transposed."""
+    shape = op.Shape(value)
+    stack, rows, columns = (op.Slice(shape, [i], [j]) for i, j in ((0, -2), (-2, -1), (-1, 1 << 31)))
+    flat = op.Concat(op.ReduceProd(stack, keepdims=1), rows, columns, axis=0)
+    turned = op.Transpose(op.Reshape(value, flat, allowzero=1), perm=[0, 2, 1])
+    return op.Reshape(turned, op.Concat(stack, columns, rows, axis=0), allowzero=1)
 
 
 @gradient("Gemm")
 def gemm_gradient(node: ForwardNode) -> Gradients:
-    op, dy, beta = node.op, node.grad(0), node.attribute("beta")
+    op, dy, a, beta = node.op, node.grad(0), node.input(0), node.attribute("beta")
     product = _Product(
-        node, bool(node.attribute("transA")), bool(node.attribute("transB")), node.attribute("alpha")
+        node,
+        bool(node.attribute("transA")),
+        bool(node.attribute("transB")),
+        node.attribute("alpha"),
+        # onnxruntime also takes a vector on the left, as a row.
+        ranks=(2, 2),
     )
+    if a.shape is None:
+        product.operands[0] = op.Flatten(a, axis=-1)
     da, db = product.grads(dy)
+    if a.shape is None and da is not None:
+        da = op.Reshape(da, op.Shape(a), allowzero=1)
     if not node.wants(2):
         return da, db
     dc = unbroadcast(op, dy, node.input(2), node.output(0))
@@ -49,6 +106,13 @@ def fused_mat_mul_gradient(node: ForwardNode) -> Gradients:
     op, dy = node.op, node.grad(0)
     alpha = node.attribute("alpha")
     batch = [bool(node.attribute(name)) for name in ("transBatchA", "transBatchB")]
+    if not any(batch) and (node.input(0).shape is None or node.input(1).shape is None):
+        return _product_at_run_time(
+            node,
+            bool(node.attribute("transA")),
+            bool(node.attribute("transB")),
+            1.0 if alpha is None else alpha,
+        )
     # A vector is never transposed.
     turned_a, turned_b = (
         bool(node.attribute(name)) and node.rank(i) > 1 for i, name in enumerate(("transA", "transB"))
@@ -71,12 +135,17 @@ class _Product:
     """alpha op(A) op(B), op the transpose or the identity; A and B are vectors or stacks of matrices."""
 
     def __init__(
-        self, node: ForwardNode, turned_a: bool = False, turned_b: bool = False, alpha: float = 1.0
+        self,
+        node: ForwardNode,
+        turned_a: bool = False,
+        turned_b: bool = False,
+        alpha: float = 1.0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.node = node
         self.op = node.op
         self.operands = [node.input(0), node.input(1)]
-        self.ranks = [node.rank(0), node.rank(1)]
+        self.ranks = [node.rank(0), node.rank(1)] if ranks is None else list(ranks)
         self.turned = [turned_a, turned_b]
         self.alpha = alpha
         self.dy: ir.Value | None = None
@@ -325,7 +394,7 @@ def _parse(node: ForwardNode) -> tuple[list[str], str]:
 
 @gradient("Det")
 def det_gradient(node: ForwardNode) -> ir.Value:
-    op, x, rank = node.op, node.input(0), node.rank()
+    op, x = node.op, node.input(0)
     size = x.shape[-1] if x.shape is not None else None
     dy = op.Unsqueeze(node.grad(0), [-2, -1])
     if size == 0:
@@ -333,9 +402,10 @@ def det_gradient(node: ForwardNode) -> ir.Value:
     if size == 1:
         return dy
     if isinstance(size, int) and size <= _LARGEST_COFACTORS:
-        return dy * _cofactors(op, x, size, rank)
+        return dy * _cofactors(op, x, size, node.rank())
     scale = dy * op.Unsqueeze(node.output(0), [-2, -1])
-    return scale * transposed(op, op.Inverse(x, _domain=DOMAIN), rank)
+    inverse = op.Inverse(x, _domain=DOMAIN)
+    return scale * (_turned(op, inverse) if x.shape is None else transposed(op, inverse, len(x.shape)))
 
 
 # Up to this size, the gradient of a determinant consists of cofactors, which singular matrices have too.
@@ -353,8 +423,8 @@ def _cofactors(op: Recorder, x: ir.Value, size: int, rank: int) -> ir.Value:
 
 @gradient("Inverse", domain=DOMAIN)
 def inverse_gradient(node: ForwardNode) -> ir.Value:
-    op = node.op
-    y = transposed(op, node.output(0), node.rank())
+    op, y, shape = node.op, node.output(0), node.input(0).shape
+    y = _turned(op, y) if shape is None else transposed(op, y, len(shape))
     return -op.MatMul(op.MatMul(y, node.grad(0)), y)
 
 
@@ -377,8 +447,7 @@ def dft_gradient(node: ForwardNode) -> ir.Value:
         steps = op.Range(0, op.Squeeze(length, [0]) / 2 + 1, 1)
         single = op.Equal(op.Mod(steps * 2, length), 0)
         weights = op.Where(single, op.number(1.0, x), op.number(2.0, x))
-        rank = node.rank()
-        behind = op.constant(np.array([rank], np.int64)) - axis
+        behind = _dft_rank(node) - axis
         shape = op.Concat([-1], op.Expand(op.constant(np.array([1], np.int64)), op.Sub(behind, [1])), axis=0)
         dx = dx * op.Reshape(weights / scale, shape)
     elif inverse:
@@ -395,7 +464,7 @@ def dft_gradient(node: ForwardNode) -> ir.Value:
     # Elements that were cut off get a gradient of 0; padding has none.
     there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
     pads = op.Concat([0], own - there, axis=0)
-    return op.Pad(dx, pads, None, axis, rank=node.rank())
+    return op.Pad(dx, pads, None, axis, rank=None if x.shape is None else len(x.shape))
 
 
 def _require_half(node: ForwardNode) -> None:
@@ -420,15 +489,17 @@ def _dft(node: ForwardNode, value: ir.Value, length: ir.Value, axis: ir.Value, *
 
 def _dft_axis(node: ForwardNode) -> ir.Value:
     """The axis as a vector of one, counted from the front."""
-    op, rank = node.op, node.rank()
-    if op.opset < 20:
-        return op.constant(np.array([node.attribute("axis") % rank], np.int64))
-    if node.optional(2) is None:
-        return op.constant(np.array([rank - 2], np.int64))
-    known = node.constant(2)
-    if known is not None:
-        return op.constant(np.array([int(known.item()) % rank], np.int64))
-    return op.Mod(op.Reshape(node.input(2), [1]), [rank])
+    op, shape, given = node.op, node.input(0).shape, node.constant(2)
+    axis = node.attribute("axis") if op.opset < 20 else -2 if node.optional(2) is None else given
+    if axis is not None and shape is not None:
+        return op.constant(np.array([int(axis) % len(shape)], np.int64))
+    return op.Mod(op.Reshape(node.input(2), [1]) if axis is None else [int(axis)], _dft_rank(node))
+
+
+def _dft_rank(node: ForwardNode) -> ir.Value:
+    """The rank of the signal as a vector of one."""
+    op, x = node.op, node.input(0)
+    return op.Shape(op.Shape(x)) if x.shape is None else op.constant(np.array([len(x.shape)], np.int64))
 
 
 def _dft_length(op: Recorder, value: ir.Value, axis: ir.Value) -> ir.Value:

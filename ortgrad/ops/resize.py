@@ -9,6 +9,7 @@ import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.errors import unknown_rank
 from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def affine_grid_gradient(node: ForwardNode) -> ir.Value:
     op, theta = node.op, node.input(0)
     shape = node.output(0).shape
     if shape is None or theta.dtype is None:
-        raise node.unsupported("the number of dimensions of its output is not known")
+        raise node.unsupported(unknown_rank("its output"))
     rank = len(shape) - 2
     identity = np.eye(rank, rank + 1, dtype=theta.dtype.numpy())[None]
     size = op.Concat([1], op.Slice(node.input(1), [1], [rank + 2]), axis=0)

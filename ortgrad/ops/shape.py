@@ -48,23 +48,30 @@ def expand_gradient(node: ForwardNode) -> ir.Value:
 
 @gradient("Tile")
 def tile_gradient(node: ForwardNode) -> ir.Value:
-    op, x, rank = node.op, node.input(0), node.rank()
-    repeats = node.constant(1)
+    op, x, repeats = node.op, node.input(0), node.constant(1)
+    rank = _known_rank(x)
+    if rank is None:
+        # Alternately the repetitions and the lengths of all axes.
+        pairs = op.Concat(op.Unsqueeze(node.input(1), [1]), op.Unsqueeze(op.Shape(x), [1]), axis=1)
+        split = op.Reshape(node.grad(0), op.Reshape(pairs, [-1]), allowzero=1)
+        sums = op.Range(0, op.Size(pairs), 2)
+        # A scalar has no axes.
+        return op.ReduceSum(split, sums, keepdims=0, noop_with_empty_axes=1)
     times: list[int | ir.Value] = (
         [op.Slice(node.input(1), [i], [i + 1]) for i in range(rank)] if repeats is None else repeats.tolist()
     )
     # Each tiled axis is split into two: the repetitions, which are summed over, and the axis itself.
     lengths: list[int | ir.Value] = []
-    sums = []
+    places = []
     for i, count in enumerate(times):
         if not (isinstance(count, int) and count == 1):
-            sums.append(len(lengths))
+            places.append(len(lengths))
             lengths.append(count)
         lengths.append(_length(op, x, i))
-    if not sums:
+    if not places:
         return node.grad(0)
     split = op.Reshape(node.grad(0), _vector(op, *lengths), allowzero=1)
-    return op.ReduceSum(split, sums, keepdims=0)
+    return op.ReduceSum(split, places, keepdims=0)
 
 
 def _known_rank(value: ir.Value) -> int | None:

@@ -2,12 +2,13 @@
 
 Exporters declare shapes of outputs and intermediate values that are wrong at run time: the batch size of the
 example input, a rank from before an optimization. onnxruntime only warns about them, but a gradient that
-relies on one is wrong. The declared shapes of inputs can be trusted: onnxruntime refuses other feeds.
+relies on one is wrong. The declared shapes of inputs can be trusted: onnxruntime refuses other feeds. So can
+ranks without which a node does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -18,6 +19,10 @@ from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies, subgraphs
 from ortgrad.passes.definitions import infer_defined_types
 from ortgrad.passes.loop_shapes import infer_loop_shapes
+from ortgrad.passes.required_ranks import apply_required_ranks
+
+# Ranks without proof, and their source: "declared", "transposed", "inferred" (by onnxruntime) or "seen".
+Ranks = Mapping[ir.Value, tuple[int, str]]
 
 
 @dataclass
@@ -63,9 +68,21 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
     for node in model.graph.all_nodes():
         if node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
             _keep_ranks(node, declared.ranks)
-    infer_defined_types(model)
-    infer_loop_shapes(model)
+    infer_further_shapes(model)
     return declared
+
+
+def infer_further_shapes(model: ir.Model, outputs: Iterable[ir.Value] = ()) -> None:
+    """Infer shapes from those that are proven, in place.
+
+    Nodes on which the outputs of the model or the given values depend prove the ranks that they require.
+    """
+    results = [*model.graph.outputs, *outputs]
+    while True:
+        infer_defined_types(model)
+        infer_loop_shapes(model)
+        if not apply_required_ranks(model, results):
+            return
 
 
 def _keep_ranks(scan: ir.Node, ranks: Mapping[ir.Value, int]) -> None:
@@ -84,34 +101,38 @@ def _keep_ranks(scan: ir.Node, ranks: Mapping[ir.Value, int]) -> None:
             value.shape = ir.Shape([None] * rank)
 
 
-def assume_ranks(model: ir.Model, declared: Declared, outputs: Iterable[ir.Value]) -> None:
-    """Use the declared ranks where inference finds none, and check them at run time; in place.
+def assume_ranks(model: ir.Model, ranks: Ranks, outputs: Sequence[ir.Value]) -> None:
+    """Use the given ranks where inference finds none, and check them at run time; in place.
 
     After an operator that onnx does not know, or a Reshape to a computed shape, there may be no other source
-    of a rank that a rule needs. If the file is wrong, the check fails, so there is no wrong gradient. Sizes
-    remain unknown. Only values that the outputs depend on are considered.
+    of a rank that a rule needs. If one is wrong, the check fails, so there is no wrong gradient. Sizes remain
+    unknown. Only values that the outputs depend on are considered.
     """
     needed = list(_needed(model.graph, outputs))
     names: Names | None = None
     checked: set[ir.Value] = set()
     while True:
-        pending = {v for v in needed if v.shape is None and v in declared.ranks and v.uses()} - checked
+        pending = {v for v in needed if v.shape is None and v in ranks and v.uses()} - checked
         # The shapes of later values may be inferred from the first ones.
         first = [v for v in needed if v in pending and not _follows(v, pending, model.opset_imports)]
         if not first:
             return
         names = names or Names.of(model)
         for value in first:
-            _check(value, declared.ranks[value], Recorder(model.opset_imports[""], names))
+            _check(value, *ranks[value], Recorder(model.opset_imports[""], names))
         checked.update(first)
-        infer_defined_types(model)
-        infer_loop_shapes(model)
+        infer_further_shapes(model, outputs)
 
 
 def checked_shape(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
     """Return the shape of a value; a run fails if the value has another rank."""
     # Without allowzero, a rank of 0 would mean that the length is kept.
     return op.Reshape(op.Shape(value), [rank], allowzero=1)
+
+
+def unknown_ranks(graph: ir.Graph, outputs: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the values of a graph without a rank, not those of its subgraphs, that the outputs depend on."""
+    return [v for v in _needed(graph, outputs) if v.shape is None and v.uses() and v.graph is graph]
 
 
 def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
@@ -137,12 +158,12 @@ def _follows(value: ir.Value, pending: set[ir.Value], opsets: dict[str, int]) ->
     return any(v in pending for v in (*dependencies(node), *inner))
 
 
-def _check(value: ir.Value, rank: int, op: Recorder) -> None:
+def _check(value: ir.Value, rank: int, source: str, op: Recorder) -> None:
     """Replace all uses of the value by a copy whose computation fails if the value has another rank."""
     node, graph = value.producer(), value.graph
     assert isinstance(graph, ir.Graph)
     users = list(value.uses())
-    with op.scoped(f"{value.name}/declared_with_{rank}_dimensions"):
+    with op.scoped(f"{value.name}/{source}_with_{rank}_dimensions"):
         copy = op.Reshape(value, checked_shape(op, value, rank), allowzero=1)
     copy.type, copy.shape = value.type, ir.Shape([None] * rank)
     for use in users:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
 
 from ortgrad.errors import StoppedGradientWarning
+from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
 
 
@@ -17,6 +19,7 @@ def build_gradient_model(
     wrt: str | Sequence[str] | None = None,
     of: str | Sequence[str] | None = None,
     straight_through: bool = True,
+    feeds: Mapping[str, np.ndarray] | None = None,
 ) -> onnx.ModelProto:
     """Return a model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
 
@@ -35,6 +38,9 @@ def build_gradient_model(
     Quantized models have straight-through gradients: rounding counts as the identity, and what is outside of
     the range has a gradient of 0. With `straight_through=False`, nodes that need them are refused.
 
+    Some gradients need the number of dimensions of a value. Where the model does not tell it, it is that in a
+    run of the model on `feeds`, arrays for all inputs by name. The built model checks it in every run.
+
     The `metadata_props` record what was built: `ortgrad.version`, and `ortgrad.wrt` and `ortgrad.of` as JSON
     lists of names. Raises UnsupportedGradientError, which lists all nodes that cannot be differentiated.
 
@@ -49,8 +55,9 @@ def build_gradient_model(
     from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
 
     proto = load_model(model)
+    given = None if feeds is None else checked_feeds(proto, feeds)
     with judging(proto):
-        built, stopped = build(proto, names_of(wrt), names_of(of), straight_through)
+        built, stopped = build(proto, names_of(wrt), names_of(of), straight_through, given)
     if stopped is not None:
         warnings.warn(stopped, StoppedGradientWarning, stacklevel=2)
     return built

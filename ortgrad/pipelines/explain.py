@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import StoppedGradientWarning
+from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.graph.traversal import subgraphs
 from ortgrad.passes.expand_unsupported import straight_through_nodes
@@ -34,17 +36,22 @@ class Explanation:
 
 
 def explain(
-    model: ModelLike, *, wrt: str | Sequence[str] | None = None, of: str | Sequence[str] | None = None
+    model: ModelLike,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    of: str | Sequence[str] | None = None,
+    feeds: Mapping[str, np.ndarray] | None = None,
 ) -> list[Explanation]:
-    """Return an Explanation for every forward node; `wrt` and `of` are those of `build_gradient_model`.
+    """Return an Explanation for every forward node; the arguments are those of `build_gradient_model`.
 
     A node without a rule but with a function body is listed as the nodes of the body.
     """
     proto = load_model(model)
     # A rule may change the operator of its node to a training operator; show the one in the file.
     written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
+    given = None if feeds is None else checked_feeds(proto, feeds)
     with judging(proto):
-        planned = plan(proto, names_of(wrt), names_of(of))
+        planned = plan(proto, names_of(wrt), names_of(of), feeds=given)
     if planned.stopped is not None and not planned.backward.failures:
         warnings.warn(planned.stopped, StoppedGradientWarning, stacklevel=2)
     backward = planned.backward

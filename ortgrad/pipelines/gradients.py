@@ -24,15 +24,27 @@ from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
 from ortgrad.passes.fold_ifs import fold_ifs
+from ortgrad.passes.fold_known import fold_known_values
 from ortgrad.passes.inline import inline
 from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.pads import pad_all_axes
-from ortgrad.passes.proven_shapes import Declared, assume_ranks, checked_shape, infer_proven_shapes
+from ortgrad.passes.proven_shapes import (
+    Declared,
+    assume_ranks,
+    checked_shape,
+    infer_further_shapes,
+    infer_proven_shapes,
+    unknown_ranks,
+)
+from ortgrad.passes.required_ranks import transposed_ranks
 from ortgrad.passes.resolve_sequences import resolve_sequences
 from ortgrad.passes.separate_targets import separate_targets
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
+from ortgrad.pipelines.forward_run import ask_onnxruntime, see_ranks
 from ortgrad.pipelines.opening import OPENING, run
+
+Feeds = Mapping[str, np.ndarray]
 
 _ROUNDS = (
     "it rounds to integers, so its gradient is 0 almost everywhere; straight_through=False excludes the "
@@ -64,12 +76,13 @@ def plan(
     wrt: Sequence[str] | None,
     of: Sequence[str] | None,
     straight_through: bool = True,
+    feeds: Feeds | None = None,
 ) -> Plan:
     """Run the backward pass; nodes that cannot be differentiated are in its `failures`."""
     planned = _plan(source, wrt, of)
     if planned.backward.failures:
-        # Declared ranks are used only if a rule needs a rank that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True)
+        # Ranks without proof are used only if a rule needs one that cannot be inferred.
+        planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
     if not straight_through:
         nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
         planned.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
@@ -77,16 +90,33 @@ def plan(
 
 
 def _plan(
-    source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None, *, trusting: bool = False
+    source: onnx.ModelProto,
+    wrt: Sequence[str] | None,
+    of: Sequence[str] | None,
+    *,
+    trusting: bool = False,
+    feeds: Feeds | None = None,
+    folding: bool = True,
 ) -> Plan:
-    """Implement `plan`; with `trusting`, ranks that the file declares are used and checked at run time."""
+    """Implement `plan`; with `trusting`, ranks without proof are used and checked at run time."""
     model = separate_targets(read(source), wrt)
     model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
     model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
     graph = model.graph
+    for value in graph.inputs:
+        seen = None if feeds is None else feeds.get(value.name or "")
+        if seen is not None and value.shape is None and isinstance(value.type, ir.TensorType):
+            # onnxruntime refuses other feeds than declared.
+            value.shape = ir.Shape([None] * np.ndim(seen))
     dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
+    folded = False
+    while folding and fold_known_values(model, wrt):
+        # A branch that is taken may decide about further ranks.
+        folded = True
+        model = run(model, fold_ifs, resolve_sequences, sort)
+        infer_further_shapes(model)
     model = pad_all_axes(model)
     outputs = find_outputs(graph, of)
     targets = find_targets(model, wrt, source, outputs)
@@ -94,11 +124,16 @@ def _plan(
     fed = [value for value in targets if value.is_initializer() and not value.is_graph_input()]
     graph.inputs.extend(fed)
     if any(decides_shapes(value, model.opset_imports) for value in fed):
+        if folded:
+            # What was folded may have followed from the value of a target.
+            return _plan(source, wrt, of, trusting=trusting, feeds=feeds, folding=False)
         infer_proven_shapes(model)
+    if not set(outputs) <= set(graph.outputs) and unknown_ranks(graph, outputs):
+        infer_further_shapes(model, outputs)
     proven = {value.name or "": value.shape for value in (*targets, *outputs)}
     scalars = {v.name for v in outputs if v.shape is None and declared.ranks.get(v) == 0}
     if trusting:
-        assume_ranks(model, declared, outputs)
+        assume_ranks(model, _unproven_ranks(model, source, declared, outputs, feeds), outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
     model = expand_unsupported(model, targets, outputs)
     # Nodes that were expanded have new values under the old names.
@@ -124,19 +159,41 @@ def _plan(
     return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped)
 
 
+def _unproven_ranks(
+    model: ir.Model,
+    source: onnx.ModelProto,
+    declared: Declared,
+    outputs: Sequence[ir.Value],
+    feeds: Feeds | None,
+) -> dict[ir.Value, tuple[int, str]]:
+    """Return ranks for values without one, each with its source; the last of several sources counts."""
+    values = unknown_ranks(model.graph, outputs)
+    ranks = {value: (rank, "declared") for value, rank in declared.ranks.items()}
+    transposed = transposed_ranks(model, [*model.graph.outputs, *outputs])
+    ranks |= {value: (rank, "transposed") for value, rank in transposed.items()}
+    if values:
+        told = ask_onnxruntime(model, source, values)
+        ranks |= {value: (rank, "inferred") for value, rank in told.items()}
+    if values and feeds is not None:
+        seen = see_ranks(model, source, feeds, values)
+        ranks |= {value: (rank, "seen") for value, rank in seen.items()}
+    return ranks
+
+
 def build(
     source: onnx.ModelProto,
     wrt: Sequence[str] | None,
     of: Sequence[str] | None,
     straight_through: bool = True,
+    feeds: Feeds | None = None,
 ) -> tuple[onnx.ModelProto, str | None]:
     """Return the model with gradients, and the text of the StoppedGradientWarning if there is one."""
-    planned = plan(source, wrt, of, straight_through)
+    planned = plan(source, wrt, of, straight_through, feeds)
     try:
         built = _assemble(planned, source)
     except NodeError:
         # The body of an operator needs a rank that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True)
+        planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
         built = _assemble(planned, source)
     return built, planned.stopped
 

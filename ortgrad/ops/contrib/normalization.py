@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.ops._normalization import inverse_root
+from ortgrad.ops._normalization import axes_from, inverse_root
 from ortgrad.ops._types import narrowed, widened
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def skip_simplified_layer_normalization(op: Recorder, node: NodeView) -> Sequenc
 def simplified_layer_normalization(op: Recorder, node: NodeView) -> Sequence[ir.Value]:
     """scale X / sqrt(mean(X^2) + epsilon), the mean over all axes from `axis` on"""
     axis, wide = node.attribute("axis", -1), widened(op, node.input(0))
-    axes = list(range(axis, 0) if axis < 0 else range(axis, node.rank()))
+    axes = axes_from(op, node.input(0), axis)
     inv = inverse_root(op, op.ReduceMean(wide * wide, axes) + node.attribute("epsilon", 1e-5))
     return narrowed(op, wide * inv, node.input(0)) * node.input(1), inv
 
