@@ -13,10 +13,10 @@ from ortgrad.graph import protos
 from ortgrad.graph.element_sizes import forget_element_sizes, hide_initial_sizes
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
 from ortgrad.graph.missing_shapes import fill_in_shapes, write_out_sides
+from ortgrad.graph.outer_constants import copy_constants_inside
 from ortgrad.graph.pool_sizes import round_sizes_down
 from ortgrad.graph.serialization import is_known, to_proto
 from ortgrad.graph.traversal import subgraphs
-from ortgrad.graph.visible_constants import spread_constants
 from ortgrad.operators.schema import with_schemas
 
 # In bytes. Larger initializers do not determine shapes, and onnx copies the model that it is given.
@@ -33,7 +33,7 @@ def infer_types(model: ir.Model) -> None:
 def _infer(model: ir.Model) -> None:
     with without_weights(model):
         proto = to_proto(model)
-        spread_constants(proto.graph)
+        copy_constants_inside(proto.graph)
         lengths = hide_lengths(proto)
         round_sizes_down(proto.graph)
         write_out_sides(proto.graph)
