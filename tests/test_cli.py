@@ -12,12 +12,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 import ortgrad
 from ortgrad.check.sessions import Backward
 from ortgrad.cli import demo, exit_codes, files, main
 from ortgrad.cli.progress import Progress
+from ortgrad.cli.summary import summary
+from ortgrad.pipelines.explain import Explanation
 
 ROOT = Path(__file__).parents[1]
 CNN = str(ROOT / "models" / "cnn.onnx")
@@ -180,22 +182,26 @@ def test_check_on_given_feeds(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", CNN]) == 0
+    assert main(["explain", CNN, "--all"]) == 0
     found = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert found["conv1"] == ["Conv", "ConvGrad"]
     assert found["relu1"] == ["Relu", "ReluGrad"]
     assert found["pool1"] == ["MaxPool", "Shape", "MaxPoolGrad"]
     assert list(found) == ["conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "flatten", "fc"]
+    assert main(["explain", CNN]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == [["8", "nodes"], ["Conv", "2", "ConvGrad"]]
+    assert ["MaxPool", "1", "Shape", "MaxPoolGrad"] in lines and len(lines) == 8
 
 
 def test_explain_names_the_operator_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     # The rule puts GRUTraining in its place.
-    assert main(["explain", str(ROOT / "models" / "gru.onnx")]) == 0
+    assert main(["explain", str(ROOT / "models" / "gru.onnx"), "--all"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == ["gru", "GRU", "GRUGrad"]
 
 
 def test_explain_what_is_not_supported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(folder / "unsupported.onnx"), "--wrt", "x"]) == 3
+    assert main(["explain", str(folder / "unsupported.onnx"), "--wrt", "x", "--all"]) == 3
     out, err = capsys.readouterr()
     assert [line.split(maxsplit=2) for line in out.splitlines()] == [
         ["a", "Foo", "(NOT SUPPORTED: there is no gradient rule for it)"],
@@ -205,9 +211,94 @@ def test_explain_what_is_not_supported(folder: Path, capsys: pytest.CaptureFixtu
         ["z", "Add", "(not between wrt and of)"],
     ]
     assert err == "ortgrad: 2 node(s) cannot be differentiated\n"
+    assert main(["explain", str(folder / "unsupported.onnx"), "--wrt", "x"]) == 3
+    out, err = capsys.readouterr()
+    assert "Foo, 1 node: NOT SUPPORTED: there is no gradient rule for it\n    a\n" in out
+    assert err == "ortgrad: 2 node(s) cannot be differentiated\n"
     assert main(["explain", str(folder / "unsupported.onnx"), "--wrt", "x", "--of", "z"]) == 0
-    assert "(the gradient passes unchanged)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(the gradient passes unchanged)" in out
+    assert "Round, 1 node: the gradient stops here\n    r\n" in out
     assert main(["explain", str(folder / "empty.onnx"), "--wrt", "x"]) == 0
+
+
+def large_model(layers: int) -> onnx.ModelProto:
+    """Return a model with nodes of every kind that `explain` tells apart, with long names."""
+    nodes = [helper.make_node("Shape", ["x"], ["shape"])]
+    last = "x"
+
+    def add(op_type: str, *more: str, domain: str = "", **attributes: object) -> None:
+        nonlocal last
+        name = f"/model/encoder/layers.{len(nodes)}/attention/self/{op_type}"
+        nodes.append(helper.make_node(op_type, [last, *more], [name], name, domain=domain, **attributes))
+        last = name
+
+    for i in range(layers):
+        for op_type in ("Sin", "Cos", "Exp", "Abs", "Erf", "Neg", "Sigmoid", "Tanh", "Elu", "Softplus"):
+            add(op_type)
+        add("Foo" if i % 2 else "Bar", domain="my.domain")
+        add("QuickGelu", domain="com.microsoft")
+        add("HardSwish")
+        add("FusedGemm", "square", domain="com.microsoft", activation="Relu")
+        add("QuantizeLinear", "scale")
+        add("DequantizeLinear", "scale")
+        nodes.append(helper.make_node("Round", [last], [f"rounded{i}"], f"round{i}"))
+        add("Add", f"rounded{i}")
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3])],
+        [helper.make_tensor_value_info(last, TensorProto.FLOAT, [2, 3])],
+        [
+            numpy_helper.from_array(np.float32(0.1), "scale"),
+            numpy_helper.from_array(np.eye(3, dtype=np.float32), "square"),
+        ],
+    )
+    opsets = [
+        helper.make_opsetid(domain, v) for domain, v in (("", 21), ("com.microsoft", 1), ("my.domain", 1))
+    ]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.parametrize("columns, lines", [(80, 24), (60, 30), (200, 50)])
+def test_explain_of_a_large_model_fits_a_screen(
+    columns: int,
+    lines: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", str(lines))
+    path = str(tmp_path / "large.onnx")
+    onnx.save(large_model(8), path)
+    assert main(["explain", path, "--wrt", "x"]) == 3
+    out = capsys.readouterr().out.splitlines()
+    assert max(map(len, out)) <= columns
+    assert len(out) <= max(lines, 36)  # the special nodes are always shown, and at least 8 operators
+    text = " ".join(" ".join(out).split())
+    for operator in ("Foo", "Bar"):
+        assert f"{operator}, 4 nodes: NOT SUPPORTED: there is no gradient rule for it" in text
+    assert "QuantizeLinear, 8 nodes: straight-through: differentiated as if it did not round" in text
+    assert "Round, 8 nodes: the gradient stops here round0, round1, round2 ... and 5 more (--all)" in text
+    assert "FusedGemm, 8 nodes: differentiated through its definition" in text
+    # The refusals come first.
+    assert text.index("NOT SUPPORTED") < text.index("straight-through")
+    assert main(["explain", path, "--wrt", "x", "--all"]) == 3
+    assert len(capsys.readouterr().out.splitlines()) > 8 * 18
+
+
+def test_refusals_that_differ_in_names_are_one_group() -> None:
+    found = [
+        Explanation(f"n{i}", "Foo", reason=f"the rank of 'v{i}' is not known", supported=False)
+        for i in range(5)
+    ]
+    assert summary(found, 80, 24) == [
+        "5 nodes",
+        "Foo, 5 nodes: NOT SUPPORTED: the rank of ... is not known",
+        "    n0, n1, n2 ... and 2 more (--all)",
+    ]
+    assert "Foo, 1 node: NOT SUPPORTED: the rank of 'v0' is not known" in summary(found[:1], 80, 24)
 
 
 def test_ops(capsys: pytest.CaptureFixture[str]) -> None:

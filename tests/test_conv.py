@@ -220,6 +220,61 @@ def test_large_kernels(case: str, kernels: str, known: bool) -> None:
             assert_close(result[name], gradient.astype(dtype), tolerance)
 
 
+# X, W, attributes, and the form of dW where all sizes are known: a function of _body.
+FORMS: dict[str, tuple[list[int], list[int], dict[str, Any], str]] = {
+    "taps one by one": ([2, 17, 6, 7], [12, 17, 3, 3], {"pads": [1] * 4}, "_dw_of_rows"),
+    "taps one by one, strided": ([2, 16, 9, 8], [18, 16, 3, 2], {"strides": [2, 2]}, "_dw_of_rows"),
+    "taps at once, few positions": ([2, 17, 3, 4], [30, 17, 3, 2], {"pads": [1, 0, 1, 1]}, "_dw_of_rows"),
+    "taps at once, few channels": ([1, 3, 6, 5], [4, 3, 3, 3], {"pads": [1] * 4}, "_dw_of_rows"),
+    "one sample": ([1, 20, 9, 9], [3, 20, 2, 2], {"strides": [3, 1]}, "_dw_of_rows"),
+    "pointwise, few positions": ([3, 16, 2, 2], [20, 16, 1, 1], {}, "_dw_of_rows"),
+    "pointwise": ([3, 16, 6, 5], [4, 16, 1, 1], {}, "_dw_of_samples"),
+    "pointwise strided": ([2, 16, 9, 9], [4, 16, 1, 1], {"strides": [2, 1]}, "_dw_of_samples"),
+    "many positions": ([2, 16, 9, 40], [2, 16, 3, 1], {}, "_dw_of_samples"),
+    "many positions, few channels": ([2, 3, 9, 40], [4, 3, 3, 2], {}, "_dw_of_samples"),
+    "groups": ([2, 32, 4, 4], [6, 16, 3, 3], {"group": 2, "pads": [1] * 4}, "_dw_of_samples"),
+    "depthwise": ([2, 18, 6, 5], [18, 1, 3, 3], {"group": 18, "strides": [2, 1]}, "_dw_of_channels"),
+    "depthwise, 3d": ([2, 3, 4, 5, 6], [3, 1, 1, 2, 3], {"group": 3}, "_dw_of_channels"),
+    "depthwise, two each": ([2, 3, 6, 5], [6, 1, 3, 3], {"group": 3}, "_dw_of_samples"),
+}
+# Which axes of dY and X, and of W, have a known size.
+KNOWLEDGE = {
+    "all": ("NCS", "MC"),
+    "weights": ("", "MC"),
+    "batch": ("N", ""),
+    "all but the batch": ("CS", "MC"),
+}
+KNOWLEDGE |= {"no positions": ("NC", "MC"), "no weights": ("NS", ""), "nothing": ("", "")}
+
+
+@pytest.mark.parametrize(
+    ("knowledge", "empty"),
+    [*((k, False) for k in KNOWLEDGE), ("all", True), ("weights", True), ("nothing", True)],
+)
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_of_the_body(case: str, knowledge: str, empty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x_shape, w_shape, attributes, form = FORMS[case]
+    x_shape = [0, *x_shape[1:]] if empty else x_shape
+    used = set()
+    for name in ("_dw_of_rows", "_dw_of_samples", "_dw_of_channels"):
+        function = getattr(_body, name)
+        monkeypatch.setattr(_body, name, lambda *a, n=name, f=function: used.add(n) or f(*a))
+    feeds = make_feeds(x_shape, w_shape, attributes, np.float32)
+    data, weights = KNOWLEDGE[knowledge]
+    shapes = {
+        name: [
+            size if (axes[i] if i < 2 else axes[2]) in known else f"{name}{i}"
+            for i, size in enumerate(feeds[name].shape)
+        ]
+        for name, axes, known in (("dY", "NCS", data), ("X", "NCS", data), ("W", "MC-", weights + "-"))
+    }
+    result = run_node(node_for(feeds, attributes), feeds, "onnx", shapes=shapes)
+    for name, gradient in expected(feeds, attributes).items():
+        assert_close(result[name], gradient, 1e-5)
+    if knowledge == "all" and not empty:
+        assert used == {form}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bodies_for_many_taps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of the body that large kernels have, for kernels of any size."""

@@ -52,6 +52,22 @@ def describe_stops(
     )
 
 
+def stopping_nodes(
+    nodes: Sequence[ir.Node], targets: Iterable[ir.Value], outputs: Iterable[ir.Value]
+) -> set[ir.Node]:
+    """Return the nodes without a gradient whose operands depend on the targets, and the outputs on them."""
+    needed, active = _needed(nodes, outputs), active_values(nodes, targets)
+    return {
+        node
+        for node in nodes
+        if node.op_type not in _VALUE_BLIND
+        and any(value in active for value in dependencies(node))
+        and any(value in needed for value in node.outputs)
+        and not any(value in active for value in node.outputs)
+        and _has_no_gradient(node, needed)
+    }
+
+
 def _has_no_gradient(node: ir.Node, needed: set[ir.Value]) -> bool:
     """Return whether the operator is declared to have no gradient, or has integer outputs.
 

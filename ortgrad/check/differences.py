@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,11 +24,12 @@ class Steps(NamedTuple):
     few: tuple[float, ...]
 
 
-_DOUBLE = tuple(1e-2 / RATIO**k for k in range(10))
-_SINGLE = tuple(1e-1 / RATIO**k for k in range(6))
-DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[5], _DOUBLE[3:7])
+_DOUBLE = tuple(1e-1 / RATIO**k for k in range(12))
+DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[7], _DOUBLE[4:8])
 # Large steps, because a forward pass in single precision has large rounding errors.
-SINGLE_STEPS = Steps(_SINGLE, _SINGLE[2], ())
+SINGLE_STEPS = Steps(_DOUBLE[:7], _DOUBLE[2], ())
+NOISE_STEP = 1e-6  # between the points at which noise is measured; float32 rounds at 1e-7
+NOISE_POINTS = 7
 
 
 class Derivative(NamedTuple):
@@ -38,7 +40,7 @@ class Derivative(NamedTuple):
 
     value: float
     error: float
-    jump: float
+    jump: float = 0.0
 
 
 class Differences:
@@ -48,15 +50,14 @@ class Differences:
     """
 
     def __init__(
-        self, function: Callable[[float], np.ndarray], steps: Steps, size: float, rounding: float
+        self, function: Callable[[float], np.ndarray], steps: Steps, rounding: float, *, single: bool
     ) -> None:
         self._function = function
         self._steps = steps
-        self._size = size
         self._rounding = rounding
+        self._single = single
         self._measured: Derivative | None = None
-        step = steps.quick * size
-        self.quick = _total(function(step), function(-step)) / (2 * step)
+        self.quick = _total(function(steps.quick), function(-steps.quick)) / (2 * steps.quick)
 
     def measure(self, enough: float) -> Derivative:
         """Return the derivative from the steps `few`, or from all if its error exceeds `enough`; cached."""
@@ -66,9 +67,35 @@ class Differences:
                 self._measured = self._derivative(self._steps.every)
         return self._measured
 
+    def measure_with_noise(self) -> Derivative:
+        """Return the derivative from all steps, with an error estimate that includes measured noise.
+
+        Without it, a function that computes in float32 inside is a staircase in double, whose smallest
+        differences agree perfectly: they are all zero.
+        """
+        self._rounding = max(self._rounding, noise_of(self._function))
+        self._measured = self._derivative(self._steps.every)
+        return self._measured
+
     def _derivative(self, steps: Sequence[float]) -> Derivative:
-        scaled = [step * self._size for step in steps]
-        return derivative(self._function, scaled, self._rounding, plateaus=self._steps is SINGLE_STEPS)
+        return derivative(self._function, steps, self._rounding, plateaus=self._single)
+
+
+def noise_of(function: Callable[[float], np.ndarray]) -> float:
+    """Return the standard deviation of the noise of `sum(function(t))` near 0.
+
+    Differences of order k of a smooth function vanish with the k-th power of the step. Those of noise with
+    the deviation s have the variance s^2 (2k)! / (k!)^2 (More and Wild, Estimating computational noise).
+    """
+    middle = function(0.0)
+    half = NOISE_POINTS // 2
+    table = np.array([_total(function(i * NOISE_STEP), middle) for i in range(-half, half + 1)])
+    found = []
+    for k in range(1, NOISE_POINTS - 1):
+        table = np.diff(table)
+        found.append(float(np.sqrt(np.mean(table**2) / math.comb(2 * k, k))))
+    # The first orders still hold the slope and the curvature.
+    return max(found[2:])
 
 
 def derivative(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from ortgrad.autodiff.definitions import find_definition
+from ortgrad.errors import NodeError
 from ortgrad.graph.protos import DOUBLE, FLOAT, FLOATS, all_graphs, copy_of, declared_values, subgraphs
 from ortgrad.operators.schema import with_schemas
 
@@ -25,13 +28,21 @@ FLOAT_BY_DEFAULT = {
 
 
 def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with double tensors, and casts to float around operators that have no double version."""
+    """Return a copy with double tensors.
+
+    Operators that have no double version are replaced by what defines them, as far as that is known; casts
+    to float are put around the others.
+    """
     # Functions are inlined: they have no types, and attributes that refer to those of the caller.
-    double = _without_functions(model)
-    inferred = with_schemas(onnx.shape_inference.infer_shapes, double)
-    opsets = {o.domain: o.version for o in model.opset_import}
-    with_schemas(_convert_graph, double.graph, _low_values(inferred.graph), opsets)
+    double = _with_definitions(_without_functions(model))
+    opsets = {o.domain: o.version for o in double.opset_import}
+    with_schemas(_convert_graph, double.graph, low_values(double), opsets)
     return double
+
+
+def low_values(model: onnx.ModelProto) -> set[str]:
+    """Return the names of values in float32 or less, including those in subgraphs."""
+    return _low_values(with_schemas(onnx.shape_inference.infer_shapes, model).graph)
 
 
 def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -42,6 +53,46 @@ def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     from ortgrad.passes.inline import inline
 
     return to_proto(inline(from_proto(model), lambda _: True))
+
+
+def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with definitions in place of nodes that do not take double, unless there are none."""
+    opsets = {o.domain: o.version for o in model.opset_import}
+    low = low_values(model)
+    narrow = {
+        name
+        for node in model.graph.node
+        if with_schemas(_is_narrow, node, low, opsets)
+        for name in node.output
+        if name
+    }
+    if not narrow:
+        return model
+    from ortgrad.graph.names import Names
+    from ortgrad.graph.serialization import read, write
+    from ortgrad.passes.definitions import infer_defined_types, put_definition
+    from ortgrad.passes.opset import at_minimum_opset
+
+    defined = at_minimum_opset(read(model))
+    infer_defined_types(defined)
+    names = Names.of(defined)
+    for node in list(defined.graph):
+        if any(value.name in narrow for value in node.outputs):
+            # Those that remain as they are get casts.
+            with suppress(NodeError):
+                put_definition(node, defined.opset_imports[""], names)
+    infer_defined_types(defined)
+    return write(defined, model)
+
+
+def _is_narrow(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> bool:
+    if find_definition(node.op_type, node.domain) is None:
+        return False
+    version = opsets.get(node.domain, 1)
+    if not onnx.defs.has(node.op_type, version, node.domain):
+        return node.domain == "com.microsoft"
+    schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+    return bool(_needing_casts(node.input, schema.inputs, low))
 
 
 def _low_values(graph: onnx.GraphProto) -> set[str]:

@@ -25,6 +25,11 @@ DISTRIBUTIONS: Sequence[Distribution] = (
     lambda generator, shape: generator.uniform(0.2, 0.8, shape),
     lambda generator, shape: generator.uniform(1.2, 2.0, shape),
 )
+# Unknown sizes, tried in order: distinct ones (0), equal ones for models in which dimensions of different
+# names must agree, larger ones for images and signals. The first dimension stays small.
+SIZES = (0, 2, 32, 64, 320, 4096)
+SMALL = 2
+LARGEST_DRAWN = 1 << 22  # elements of all drawn inputs together, except for the first sizes
 
 
 def complete_feeds(
@@ -46,9 +51,11 @@ def complete_feeds(
         return given
     run = on_onnxruntime(proto)
     reason = "its outputs are not finite"
-    # Distinct sizes first; equal ones for models in which dimensions of different names must agree.
-    for distribution, distinct in itertools.product(DISTRIBUTIONS, (True, False)):
-        drawn = _draw(missing, _sizes(proto, given), distribution, distinct, generator)
+    for size, distribution in itertools.product(SIZES, DISTRIBUTIONS):
+        shapes = _shapes(missing, _sizes(proto, given), size)
+        if size > SMALL and sum(map(math.prod, shapes.values())) > LARGEST_DRAWN:
+            break
+        drawn = _draw(missing, shapes, distribution, generator)
         drawn.update((k, np.ones_like(drawn[k])) for k in switches & drawn.keys())
         complete = {**given, **typed(proto, drawn)}
         try:
@@ -80,31 +87,40 @@ def _sizes(proto: onnx.ModelProto, given: Arrays) -> dict[str, int]:
     }
 
 
-def _draw(
-    missing: Iterable[onnx.ValueInfoProto],
-    sizes: dict[str, int],
-    distribution: Distribution,
-    distinct: bool,
-    generator: np.random.Generator,
-) -> Arrays:
-    drawn = {}
+def _shapes(missing: Iterable[onnx.ValueInfoProto], sizes: dict[str, int], size: int) -> dict[str, list[int]]:
+    """Return the shapes of inputs; unknown sizes are all different if `size` is 0."""
+    shapes: dict[str, list[int]] = {}
     for value in missing:
         tensor = value.type.tensor_type
         if value.type.WhichOneof("value") != "tensor_type":
             raise ModelError(f"input {value.name!r} is {describe_type(value.type)}, not a tensor: feed it")
         if not tensor.HasField("shape"):
             raise ModelError(f"input {value.name!r} has no shape: feed it")
-        shape = []
-        for dim in tensor.shape.dim:
-            size = sizes.setdefault(dim.dim_param, 2 + len(sizes) if distinct else 2)
+        shape = shapes.setdefault(value.name, [])
+        for axis, dim in enumerate(tensor.shape.dim):
+            batch = axis == 0 and len(tensor.shape.dim) > 1
+            drawn = (min(size, SMALL) if batch else size) or 2 + len(sizes)
+            drawn = sizes.setdefault(dim.dim_param, drawn)
             # Exporters write -1 for an unknown size.
-            shape.append(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else size)
+            shape.append(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else drawn)
         if math.prod(shape) > LARGEST_INPUT:
             raise ModelError(f"input {value.name!r} has shape {shape}, too large to be drawn: feed it")
-        if tensor.elem_type in FLOATS:
+    return shapes
+
+
+def _draw(
+    missing: Iterable[onnx.ValueInfoProto],
+    shapes: Mapping[str, Sequence[int]],
+    distribution: Distribution,
+    generator: np.random.Generator,
+) -> Arrays:
+    drawn = {}
+    for value in missing:
+        element, shape = value.type.tensor_type.elem_type, shapes[value.name]
+        if element in FLOATS:
             drawn[value.name] = distribution(generator, shape)
-        elif tensor.elem_type == TensorProto.STRING:
+        elif element == TensorProto.STRING:
             raise ModelError(f"input {value.name!r} holds strings: feed it")
         else:
-            drawn[value.name] = generator.integers(0, 2, shape).astype(numpy_type(tensor.elem_type))
+            drawn[value.name] = generator.integers(0, 2, shape).astype(numpy_type(element))
     return drawn

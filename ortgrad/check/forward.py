@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +12,11 @@ from onnx import helper, numpy_helper
 
 from ortgrad.check.differences import DOUBLE_STEPS, SINGLE_STEPS, Steps
 from ortgrad.check.double_precision import in_double
+from ortgrad.check.drift import drift_between
 from ortgrad.check.sessions import CannotRunError, Run, on_onnxruntime, values_of
 from ortgrad.errors import ModelError, OrtgradError
-from ortgrad.graph.feeds import Arrays, typed
+from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.protos import copy_of
-from ortgrad.pipelines.prepare import prepare_loaded
 
 
 class Handle(NamedTuple):
@@ -45,6 +45,8 @@ class Forward(NamedTuple):
     handles: dict[str, Handle]
     steps: Steps
     on_onnxruntime: bool
+    # Returns how far intermediate values in the model's own types are from those in double.
+    drift: Callable[[Arrays], float] = lambda feeds: 0.0
 
     @property
     def single(self) -> bool:
@@ -66,15 +68,31 @@ def make_forward(
         raise ModelError(f"the model does not run: {error}") from error
     if not all(np.array_equal(again[k], expected[k], equal_nan=True) for k in outputs):
         raise ModelError("the forward pass is random: two runs on the same inputs differ")
+    # Slow to import.
+    from ortgrad.check.double_forms import with_double_forms
+    from ortgrad.check.reference import on_reference
+
+    def on_double_forms(double: onnx.ModelProto) -> Run:
+        return on_onnxruntime(with_double_forms(double))
+
     double = in_double(model)
     found: list[tuple[Forward, Arrays]] = []
-    for name, make in (("onnxruntime", on_onnxruntime), ("onnx.reference", _on_reference)):
+    for name, make in (("onnxruntime", on_double_forms), ("onnx.reference", on_reference)):
         try:
             run = make(double)
             results = run(initial)
         except (CannotRunError, OrtgradError):
             continue
-        way = Forward(f"float64 on {name}", own, run, initial, handles, DOUBLE_STEPS, make is on_onnxruntime)
+        way = Forward(
+            f"float64 on {name}",
+            own,
+            run,
+            initial,
+            handles,
+            DOUBLE_STEPS,
+            make is on_double_forms,
+            partial(drift_between, model, double, make),
+        )
         if all(_agree(results[k], expected[k]) for k in outputs):
             return way
         found.append((way, results))
@@ -91,39 +109,6 @@ def size_of(array: np.ndarray) -> float:
     """Return the root mean square of an array, clipped to 0.01 and 100."""
     size = float(np.sqrt(np.mean(np.square(array.astype(np.float64))))) if array.size else 1.0
     return float(np.clip(size, 1e-2, 1e2)) if size > 0 and np.isfinite(size) else 1.0
-
-
-def _on_reference(model: onnx.ModelProto) -> Run:
-    from onnx.reference import ReferenceEvaluator
-    from onnx.reference.op_run import OpRun
-
-    class LRN(OpRun):
-        """Replaces the LRN of onnx 1.23, which normalizes only as many channels as the batch has rows."""
-
-        def _run(self, x: np.ndarray, alpha: float, beta: float, bias: float, size: int) -> tuple[np.ndarray]:
-            before, after = (size - 1) // 2, size // 2
-            channels = range(x.shape[1])
-            sums = [np.sum(x[:, max(0, c - before) : c + after + 1] ** 2, axis=1) for c in channels]
-            return (x / (bias + alpha / size * np.stack(sums, axis=1)) ** beta,)
-
-    # Gradient operators of training models are replaced by standard ones; this may add outputs.
-    prepared = prepare_loaded(model, "onnx")
-    names = [output.name for output in prepared.graph.output]
-
-    def run(feeds: Arrays) -> Arrays:
-        try:
-            with warnings.catch_warnings(), np.errstate(all="ignore"):
-                warnings.simplefilter("ignore")
-                results = evaluator.run(None, typed(prepared, feeds))
-        except Exception as error:  # operators in NumPy, which may raise anything
-            raise CannotRunError(str(error)) from error
-        return {name: np.asarray(result) for name, result in zip(names, results, strict=True)}
-
-    try:
-        evaluator = ReferenceEvaluator(prepared, new_ops=[LRN])
-    except Exception as error:
-        raise CannotRunError(str(error)) from error
-    return run
 
 
 def _agree(actual: np.ndarray, expected: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -9,12 +10,12 @@ from functools import partial
 import numpy as np
 import onnx
 
+from ortgrad.check.comparison import Clock, Comparison
 from ortgrad.check.double_precision import in_double
 from ortgrad.check.feeds import complete_feeds, describe_type
 from ortgrad.check.forward import make_forward
-from ortgrad.check.judging import Comparison
 from ortgrad.check.objective import Objective
-from ortgrad.check.per_node import check_node, intermediate_values, nodes_between
+from ortgrad.check.per_node import check_nodes, intermediate_values, nodes_between
 from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.rounding import rounding_behind
@@ -42,6 +43,7 @@ def check_gradients(
     per_node: bool = False,
     seed: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
+    seconds: float | None = 180.0,
 ) -> GradientCheck:
     """Compare the gradients of a model with central differences of its forward pass in float64.
 
@@ -49,14 +51,16 @@ def check_gradients(
     or 1. `wrt` defaults to all floating-point inputs and initializers that a gradient can reach, `of` to all
     floating-point outputs. With `per_node`, every node between `wrt` and `of` is also checked on its own, on
     the values that it receives in the model. `progress(done, total, name)` is called once at the start, and
-    after every gradient and node. If the forward pass is slow, only one direction is tried per gradient.
+    after every gradient and node. If the forward pass is slow, gradients are checked in groups that move
+    together. After about `seconds` (None: without a limit), what is left is not judged; the nodes have as
+    much time again.
 
     The forward pass runs on onnxruntime if it has double kernels, else on onnx's reference implementation,
     else in single precision; the result says which. The gradients are computed in the model's own types and,
     if onnxruntime can, in double. A gradient whose relative error exceeds `tolerance` (default: by element
-    type) is wrong, unless measured rounding explains it: that of the differences from step to step, or that
-    of the gradient itself. Where rounding would hide any error, the gradient is not judged, and neither are
-    the straight-through gradients of quantized models.
+    type) is wrong, unless something else may explain it: measured rounding, a kink, or differences that do
+    not converge. It is then not judged, and neither are the straight-through gradients of quantized models.
+    The module `ortgrad.check.judging` has the mathematics.
 
     Where the function has a kink, such as Relu at 0, the gradients are checked at a point beside it. Random
     operators, such as a Dropout in training mode, are drawn once and give the same results everywhere.
@@ -92,39 +96,46 @@ def check_gradients(
     forward = make_forward(proto, complete, targets, outputs)
     passes = [Backward(built, targets, kernels)]
     if forward.on_onnxruntime and any(h.value.dtype != np.float64 for h in forward.handles.values()):
+        from ortgrad.check.double_forms import with_double_forms  # onnx-ir is slow to import
+
         # Some operators have no gradient in double. Warnings about zero gradients were issued above.
         with suppress(OrtgradError), quiet_stops():
             double = in_double(marked)
             double = build_gradient_model(
                 double, wrt=targets, of=outputs, feeds=_if_complete(double, complete)
             )
-            passes.append(Backward(with_fixed_draws(double), targets, kernels))
+            passes.append(Backward(with_double_forms(with_fixed_draws(double)), targets, kernels))
     known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     seeds = [value.name for value in built.graph.input if value.name not in known]
     objective = Objective(forward, passes, outputs, seeds, generator)
-    comparison = Comparison(objective, tolerance, directions, generator)
+    comparison = Comparison(objective, tolerance, directions, generator, Clock(seconds))
     nodes = nodes_between(marked, targets, outputs) if per_node else []
-    rows: list[Row] = []
+    rows: dict[str, Row] = {}
+    done = itertools.count(1)
 
     def add(row: Row) -> None:
-        rows.append(row)
-        report(len(rows), len(targets) + len(nodes), row.name)
+        rows[row.name] = row
+        report_next(row.name)
+
+    def report_next(name: str) -> None:
+        report(next(done), len(targets) + len(nodes), name)
 
     rounding = rounding_behind(marked, outputs)
-    for name in targets:
-        if name in rounding:
-            note = f"straight-through because of the {rounding[name]}: not the slope of the output"
-            add(Row(name, np.nan, np.nan, note, judged=False))
-        else:
-            add(comparison.row(name))
-    alone = partial(check_gradients, kernels=kernels, directions=directions, tolerance=tolerance, seed=seed)
-    values = intermediate_values(proto, marked, complete) if nodes else {}
-    for node in nodes:
-        add(check_node(node, marked, values, alone))
+    for name in (name for name in targets if name in rounding):
+        note = f"straight-through because of the {rounding[name]}: not the slope of the output"
+        add(Row(name, np.nan, np.nan, note, judged=False))
+    comparison.compare([name for name in targets if name not in rounding], add)
+    checked: list[Row] = []
+    if nodes:
+        alone = partial(
+            check_gradients, kernels=kernels, directions=directions, tolerance=tolerance, seed=seed
+        )
+        values = intermediate_values(proto, marked, complete)
+        checked = check_nodes(nodes, marked, values, alone, Clock(seconds), report_next)
     gradients = [array for arrays in objective.first.gradients for array in arrays.values()]
     precisions = tuple(dict.fromkeys(array.dtype.name for array in gradients))
-    count = len(targets)
-    return GradientCheck(tuple(rows[:count]), forward.name, tuple(rows[count:]), precisions, fixed)
+    ordered = tuple(rows[name] for name in targets)
+    return GradientCheck(ordered, forward.name, tuple(checked), precisions, fixed)
 
 
 def _if_complete(proto: onnx.ModelProto, feeds: Arrays) -> Arrays | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,7 +30,7 @@ class Point:
     base: np.ndarray
     rounding: float
     gradients: list[Arrays]
-    perturbed: dict[int, list[Arrays]] = field(default_factory=dict)
+    perturbed: dict[int, list[Arrays | None]] = field(default_factory=dict)
 
 
 class Objective:
@@ -49,7 +50,9 @@ class Objective:
         self.forward = forward
         self.passes = passes
         self._generator = generator
+        started = time.perf_counter()
         base = forward.run(forward.feeds)
+        self.seconds = time.perf_counter() - started  # that one forward pass takes
         self._weights = {
             # No differences can be computed for outputs that are not finite.
             name: np.where(np.isfinite(base[name]), generator.standard_normal(base[name].shape), 0.0)
@@ -58,7 +61,7 @@ class Objective:
             for name in outputs
         }
         self._seeds = dict(zip(seeds, self._weights.values(), strict=bool(seeds)))
-        self.first = self._point(forward.feeds)
+        self.first = self._point(forward.feeds, self._weighted(base))
         self._beside: dict[int, Point | None] = {}
 
     def point(self, number: int) -> Point | None:
@@ -72,39 +75,71 @@ class Objective:
             self._beside[number] = self._moved(upwards=number % 2 == 1)
         return self._beside[number]
 
-    def along(self, point: Point, name: str, direction: np.ndarray) -> Callable[[float], np.ndarray]:
-        """Return the terms of the sum as a function of the distance that a target moves in a direction."""
-        feed = self.forward.handles[name].feed
-        value = point.feeds[feed].astype(np.float64)
+    def along(self, point: Point, directions: Arrays) -> Callable[[float], np.ndarray]:
+        """Return the terms of the sum as a function of the distance that targets move in directions."""
+        feeds = {name: self.forward.handles[name].feed for name in directions}
+        values = {name: point.feeds[feed].astype(np.float64) for name, feed in feeds.items()}
 
         @cache
         def function(t: float) -> np.ndarray:
+            if not t:
+                return point.base
+            moved = {feeds[name]: values[name] + t * directions[name] for name in directions}
             try:
-                return self._terms({**point.feeds, feed: value + t * direction}) if t else point.base
+                return self._terms({**point.feeds, **moved})
             except CannotRunError:
                 return np.full(1, np.nan)
 
         return function
 
-    def noise(self, point: Point, number: int, name: str, direction: np.ndarray) -> float:
+    def own_slope(self, point: Point, directions: Arrays, step: float) -> float:
+        """Return the central difference of the forward pass in the model's own types."""
+        sides = []
+        for sign in (1.0, -1.0):
+            moved = {}
+            for name, direction in directions.items():
+                feed = self.forward.handles[name].feed
+                moved[feed] = point.feeds[feed].astype(np.float64) + sign * step * direction
+            try:
+                sides.append(self._weighted(self.forward.own({**point.feeds, **moved})))
+            except CannotRunError:
+                return np.nan
+        if sides[0].shape != sides[1].shape:
+            return np.nan
+        return float(np.sum(sides[0] - sides[1])) / (2 * step)
+
+    def noise(self, point: Point, number: int, directions: Arrays) -> float:
         """Return how much the slope of a backward pass changes if all values are rounded differently."""
-        if number not in point.perturbed:
-            runs = point.perturbed[number] = []
-            for _ in range(NOISE_RUNS):
-                other = {k: _perturbed(array, self._generator) for k, array in point.feeds.items()}
-                runs.append(self.passes[number].run({**other, **self._seeds}))
-        right = point.gradients[number][name].astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            moves = [
-                abs(float(np.sum((other[name].astype(np.float64) - right) * direction)))
-                if other[name].shape == right.shape
-                else np.inf
-                for other in point.perturbed[number]
-            ]
+        right = point.gradients[number]
+        moves = [
+            np.inf if other is None else abs(_slope_between(other, right, directions))
+            for other in self._perturbed_gradients(point, number)
+        ]
         return float(np.max(np.nan_to_num(moves, nan=np.inf)))
 
-    def _point(self, feeds: Arrays) -> Point:
-        base = self._terms(feeds)
+    def spread(self, point: Point, number: int, name: str) -> float:
+        """Return how far a gradient is from itself if all values are rounded differently."""
+        right = point.gradients[number][name].astype(np.float64)
+        others = self._perturbed_gradients(point, number)
+        return max(np.inf if other is None else distance(other[name], right) for other in others)
+
+    def _perturbed_gradients(self, point: Point, number: int) -> list[Arrays | None]:
+        """Return the gradients of a backward pass for other roundings; None if it does not run there.
+
+        Rounding may decide how many elements a Range has.
+        """
+        if number not in point.perturbed:
+            runs: list[Arrays | None] = []
+            for _ in range(NOISE_RUNS):
+                other = {k: _perturbed(array, self._generator) for k, array in point.feeds.items()}
+                try:
+                    runs.append(self.passes[number].run({**other, **self._seeds}))
+                except ModelError:
+                    runs.append(None)
+            point.perturbed[number] = runs
+        return point.perturbed[number]
+
+    def _point(self, feeds: Arrays, base: np.ndarray) -> Point:
         own = self._weighted(self.forward.own(feeds))
         size = float(np.linalg.norm(base))
         rounding = float(np.linalg.norm(own - base)) / size if size > 0 and own.shape == base.shape else 0.0
@@ -122,7 +157,7 @@ class Objective:
             sign = 1.0 if upwards else self._generator.choice([-1.0, 1.0], array.shape)
             moved[name] = np.asarray(array.astype(np.float64) + size_of(array) * shift * sign, array.dtype)
         try:
-            point = self._point(moved)
+            point = self._point(moved, self._terms(moved))
         except (CannotRunError, ModelError):
             return None
         return point if point.base.shape == self.first.base.shape and np.isfinite(point.base).all() else None
@@ -139,6 +174,29 @@ class Objective:
             with np.errstate(invalid="ignore"):
                 parts.append(np.where(weight == 0, 0.0, weight * result).ravel())
         return np.concatenate(parts)
+
+
+def distance(gradient: np.ndarray, double: np.ndarray) -> float:
+    """Return the relative difference of a gradient from that in double: of all elements, or the largest."""
+    if gradient.shape != double.shape:
+        return np.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved = gradient.astype(np.float64) - double
+        norm, largest = float(np.linalg.norm(double)), float(np.max(np.abs(double), initial=0.0))
+        if not norm:
+            return 0.0 if not moved.any() else np.inf
+        parts = float(np.linalg.norm(moved)) / norm, float(np.max(np.abs(moved), initial=0.0)) / largest
+    return max(parts) if np.isfinite(parts).all() else np.inf
+
+
+def _slope_between(other: Arrays, right: Arrays, directions: Arrays) -> float:
+    total = 0.0
+    for name, direction in directions.items():
+        if other[name].shape != right[name].shape:
+            return np.inf
+        with np.errstate(invalid="ignore"):
+            total += float(np.sum((other[name].astype(np.float64) - right[name]) * direction))
+    return total
 
 
 def _is_floating(array: np.ndarray) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ortgrad.autodiff.rules import find_rule
+from ortgrad.check.comparison import Clock
+from ortgrad.check.judging import TIME_OUT
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.sessions import values_of
 from ortgrad.check.stops import quiet_stops
@@ -61,19 +63,61 @@ def intermediate_values(proto: onnx.ModelProto, marked: onnx.ModelProto, feeds: 
     return {**weights, **typed(proto, feeds), **values_of(proto, feeds, produced)}
 
 
-def check_node(
-    item: PathNode, proto: onnx.ModelProto, values: Arrays, check: Callable[..., GradientCheck]
-) -> Row:
-    """Run `check`, which is check_gradients with its options, on one node and return the worst row."""
+def check_nodes(
+    items: Sequence[PathNode],
+    proto: onnx.ModelProto,
+    values: Arrays,
+    check: Callable[..., GradientCheck],
+    clock: Clock,
+    report: Callable[[str], None],
+) -> list[Row]:
+    """Return a row for every node, from `check`, which is check_gradients with its options.
+
+    Nodes that differ from another one only in the values they receive wait until those of all kinds have been
+    checked, because time may run out. `report` is called with the name of every node when it is checked.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for i, item in enumerate(items):
+        kinds.setdefault(_kind(item, values), []).append(i)
+    rows: dict[int, Row] = {}
+    # The first of every kind, then the second, and so on.
+    for _, i in sorted((place, i) for kind in kinds.values() for place, i in enumerate(kind)):
+        if clock.left > 0:
+            rows[i] = _check_node(items[i], proto, values, check, clock.left)
+        else:
+            rows[i] = Row(_name(items[i]), np.nan, np.nan, TIME_OUT, judged=False)
+        report(rows[i].name)
+    return [rows[i] for i in range(len(items))]
+
+
+def _kind(item: PathNode, values: Arrays) -> Hashable:
+    """Return what two nodes have in common that differ only in the elements of their operands."""
     node = item.node
-    name = f"{node.op_type} {node.name or node.output[0]}"
+    shapes = tuple((np.shape(values[k]), str(getattr(values[k], "dtype", ""))) for k in dependencies(node))
+    attributes = tuple(sorted(attribute.SerializeToString() for attribute in node.attribute))
+    return node.domain, node.op_type, attributes, shapes, len(item.wrt)
+
+
+def _name(item: PathNode) -> str:
+    return f"{item.node.op_type} {item.node.name or item.node.output[0]}"
+
+
+def _check_node(
+    item: PathNode,
+    proto: onnx.ModelProto,
+    values: Arrays,
+    check: Callable[..., GradientCheck],
+    seconds: float,
+) -> Row:
+    """Return the worst row of one node."""
+    node, name = item.node, _name(item)
     if not all(isinstance(values[k], np.ndarray) for k in (*dependencies(node), *item.of)):
         return Row(name, np.nan, np.nan, "it does not work on tensors alone", judged=False)
     model = _model_of(item, proto, values)
     feeds = {value.name: values[value.name] for value in model.graph.input}
     try:
         with quiet_stops():
-            result = check(model, feeds, wrt=item.wrt, of=item.of)
+            result = check(model, feeds, wrt=item.wrt, of=item.of, seconds=seconds)
     except OrtgradError as error:
         return Row(name, np.nan, np.nan, one_line(error), judged=False)
     wrong = [row for row in result.rows if row.wrong]

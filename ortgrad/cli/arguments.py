@@ -68,17 +68,27 @@ def make_parser() -> argparse.ArgumentParser:
     _add_kernels(check)
     check.add_argument("--per-node", action="store_true", help="check every node by itself as well")
     _add_feeds(check, "inputs by name; the others are drawn at random (see numpy.savez)")
+    check.add_argument(
+        "--seconds",
+        type=float,
+        default=180.0,
+        metavar="N",
+        help="time for the gradients, and as much again for --per-node; what is left then is not judged "
+        "(default: 180)",
+    )
     _add_progress(check)
 
     explain = commands.add_parser(
         "explain",
-        help="show what each node of a model becomes",
-        description="List the nodes of a model: the operators that compute their gradients, or why there are "
-        "none. The exit code is 3 if one cannot be differentiated.",
+        help="show what the nodes of a model become",
+        description="Count the nodes of a model by operator, with the operators that compute gradients, "
+        "and name those that are special: that cannot be differentiated, stop the gradient, round, or are "
+        "differentiated through a definition. The exit code is 3 if one cannot be differentiated.",
     )
     _add_model(explain)
     _add_names(explain, PARAMETERS, FIRST_OUTPUT)
     _add_feeds(explain, SEEN)
+    explain.add_argument("--all", action="store_true", help="a line for every node instead")
 
     ops = commands.add_parser(
         "ops",

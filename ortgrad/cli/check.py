@@ -21,6 +21,7 @@ def command(arguments: argparse.Namespace) -> int:
             kernels=arguments.kernels,
             per_node=arguments.per_node,
             progress=progress,
+            seconds=arguments.seconds,
         )
     print(result)
     if not result.judged:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TextIO
 
 WIDTH = 24
+SHORT = 5  # seconds; less is not worth telling
 INTERVAL = 0.1  # seconds between two updates
 
 
@@ -23,6 +24,7 @@ class Progress:
         self._show = self._stream.isatty() if show is None else show
         self._drawn = 0
         self._last = -INTERVAL
+        self._started = time.monotonic()
 
     def __enter__(self) -> Progress:
         return self
@@ -38,7 +40,9 @@ class Progress:
             return
         self._last = now
         filled = WIDTH * done // max(total, 1)
-        self._draw(f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total} {text}")
+        left = (now - self._started) / done * (total - done) if done else 0.0
+        hint = f"{left:.0f} s left, " if left >= SHORT else ""
+        self._draw(f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total} {hint}{text}")
 
     def _draw(self, line: str) -> None:
         if not self._show:

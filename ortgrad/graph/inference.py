@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ortgrad.errors import ModelError
 from ortgrad.graph import protos
 from ortgrad.graph.element_sizes import forget_element_sizes, hide_initial_sizes
+from ortgrad.graph.equal_sizes import name_equal_sizes
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
 from ortgrad.graph.missing_shapes import fill_in_shapes, write_out_sides
 from ortgrad.graph.outer_constants import copy_constants_inside
@@ -28,6 +29,7 @@ def infer_types(model: ir.Model) -> None:
     _infer(model)
     while fill_in_shapes(model.graph):
         _infer(model)
+    name_equal_sizes(model.graph)
 
 
 def _infer(model: ir.Model) -> None:

@@ -154,11 +154,17 @@ class Recorder(ir.tape.Tape):
         copied.type, copied.shape = value.type, value.shape
         return copied
 
-    def shape_of(self, value: ir.Value) -> ir.Value:
-        """Return the shape as an int64 vector: a constant if it is static, else computed."""
-        if value.shape is not None and value.shape.is_static():
-            return self.constant(np.array(value.shape.numpy(), np.int64))
-        return self.Shape(value)
+    def shape_of(self, value: ir.Value, start: int = 0, end: int | None = None) -> ir.Value:
+        """Return the shape, or the sizes of axes `start` to `end`, as an int64 vector.
+
+        It is a constant if these sizes are known, else computed.
+        """
+        if value.shape is not None:
+            sizes = list(value.shape)[start:end]
+            if all(isinstance(size, int) for size in sizes):
+                return self.constant(np.array(sizes, np.int64))
+        shape: ir.Value = self.Shape(value, start=start or None, end=end)
+        return shape
 
     def full_like(self, value: ir.Value, number: float) -> ir.Value:
         """Return a tensor of the shape and element type of `value`, filled with a number.

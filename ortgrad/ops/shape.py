@@ -10,7 +10,7 @@ from onnx import TensorProto
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, operator
-from ortgrad.ops.index import scatter_back, shape_of, size_of
+from ortgrad.ops.index import scatter_back, scatter_flat, shape_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -101,8 +101,7 @@ def pad_gradient(node: ForwardNode) -> ir.Value | Gradients:
         # The positions in X of the elements of the output.
         positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x))
         source = op.Pad(positions, node.input(1), None, axes, rank=rank, mode=mode)
-        flat = op.GatherGrad(size_of(op, x), source, dy, axis=0)
-        return op.Reshape(flat, op.shape_of(x))
+        return scatter_flat(op, dy, op.shape_of(x), source)
     pads = node.constant(1)
     dx = op.Pad(dy, -node.input(1) if pads is None else op.constant(-pads), None, axes, rank=rank)
     if not node.wants(2):

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from ortgrad.autodiff.rules import find_rule
+from ortgrad.autodiff.stopped import stopping_nodes
 from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
@@ -24,7 +26,8 @@ class Explanation:
     """A forward node, with the operators that compute its gradient or the reason why there are none.
 
     `straight_through` marks nodes that round, or whose subgraphs do, and are differentiated as if they
-    did not.
+    did not; `stops` those without a gradient through which `of` depends on `wrt`; `defined` those that
+    compute the result of an operator without a rule, in whose place its definition was put.
     """
 
     node: str
@@ -33,6 +36,8 @@ class Explanation:
     reason: str = ""
     supported: bool = True
     straight_through: bool = False
+    stops: bool = False
+    defined: bool = False
 
 
 def explain(
@@ -48,7 +53,7 @@ def explain(
     """
     proto = load_model(model)
     # A rule may change the operator of its node to a training operator; show the one in the file.
-    written = {name: node.op_type for node in proto.graph.node for name in node.output if name}
+    written = {name: node for node in proto.graph.node for name in node.output if name}
     given = None if feeds is None else checked_feeds(proto, feeds)
     with judging(proto):
         planned = plan(proto, names_of(wrt), names_of(of), feeds=given)
@@ -60,12 +65,15 @@ def explain(
     failed = {failure.node: failure.reason for failure in backward.failures}
     # With failures the gradients are incomplete, so nothing can be called unused.
     used = None if failed else _live([backward.total(value) for value in planned.targets])
+    stopping = stopping_nodes(list(planned.model.graph), planned.targets, planned.outputs)
     found = []
     for node in planned.model.graph:
         outputs = [value.name for value in node.outputs if value.name]
-        operator = next((written[name] for name in outputs if name in written), _qualified(node))
+        original = next((written[name] for name in outputs if name in written), None)
+        operator = _qualified(node) if original is None else original.op_type
         label = node.name or outputs[0]
         rule = find_rule(node.op_type, node.domain)
+        defined = original is not None and original.op_type != node.op_type and _has_no_rule(original)
         if node in failed:
             found.append(Explanation(label, operator, reason=failed[node], supported=False))
         elif node in recorded:
@@ -76,12 +84,18 @@ def explain(
             )
             reason = "" if made else "the gradient passes unchanged"
             through = node in rounding or any(n in rounding for g in subgraphs(node) for n in g.all_nodes())
-            found.append(Explanation(label, operator, made, reason, straight_through=through))
+            found.append(Explanation(label, operator, made, reason, True, through, defined=defined))
         elif rule is not None and rule.function is None and node.inputs:
-            found.append(Explanation(label, operator, reason="no gradient flows through this operator"))
+            reason = "no gradient flows through this operator"
+            found.append(Explanation(label, operator, reason=reason, stops=node in stopping))
         else:
-            found.append(Explanation(label, operator, reason="not between wrt and of"))
+            reason = "not between wrt and of"
+            found.append(Explanation(label, operator, reason=reason, stops=node in stopping))
     return found
+
+
+def _has_no_rule(node: onnx.NodeProto) -> bool:
+    return find_rule(node.op_type, node.domain) is None
 
 
 def _qualified(node: ir.Node) -> str:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
+    # A size that is known, or a vector of one element that holds it at run time.
+    Size = int | ir.Value
+
 # With fewer input channels than this, one product for all taps is faster than one for each.
 _FEW_CHANNELS = 16
 # A kernel with more taps than this is not written out tap by tap: the time in which onnxruntime loads a model
@@ -141,6 +144,11 @@ class _Form:
     def axes(self) -> list[int]:
         return list(range(2, 2 + self.rank))
 
+    def positions(self, dy: ir.Value) -> int | None:
+        """The number of windows, if it is known."""
+        sizes = [_known(dy, axis) for axis in self.axes]
+        return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
     def heads(self, op: Recorder, x: ir.Value) -> list[int] | ir.Value:
         """The padding before X."""
         return list(self.pads[0]) if self.pads else self._pads_at_run_time(op, x)[0]
@@ -157,12 +165,32 @@ class _Form:
 
     def _pads_at_run_time(self, op: Recorder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The padding for SAME_UPPER and SAME_LOWER, before and after."""
-        sizes, strides = op.Shape(x, start=2), list(self.strides)
+        sizes, strides = op.shape_of(x, 2), list(self.strides)
         outputs = (sizes + [s - 1 for s in strides]) / strides
         total = op.Max((outputs - 1) * strides + self.extents - sizes, 0)
         small = total / 2
         large = total - small
         return (small, large) if self.auto_pad == "SAME_UPPER" else (large, small)
+
+
+def _known(value: ir.Value, axis: int) -> int | None:
+    size = None if value.shape is None else value.shape[axis]
+    return size if isinstance(size, int) else None
+
+
+def _size(op: Recorder, value: ir.Value, axis: int) -> Size:
+    known = _known(value, axis)
+    return op.Shape(value, start=axis, end=axis + 1) if known is None else known
+
+
+def _shaped(op: Recorder, value: ir.Value, *sizes: Size) -> ir.Value:
+    """The value in a shape, with a constant where that is possible."""
+    known = [size for size in sizes if isinstance(size, int)]
+    if len(known) == len(sizes):
+        return op.Reshape(value, known, allowzero=1)
+    if len(known) == len(sizes) - 1 and all(known):
+        return op.Reshape(value, [size if isinstance(size, int) else -1 for size in sizes])
+    return _reshaped(op, value, *([size] if isinstance(size, int) else size for size in sizes))
 
 
 def _reshaped(op: Recorder, value: ir.Value, *sizes: ir.Value | list[int]) -> ir.Value:
@@ -192,19 +220,19 @@ def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir
     )
     if form.pads is None:
         starts = form.heads(op, x)
-        return op.Slice(dx, starts, starts + op.Shape(x, start=2), form.axes)
+        return op.Slice(dx, starts, starts + op.shape_of(x, 2), form.axes)
     if any(n is None and s > 1 for n, s in zip(form.sizes, form.strides, strict=True)):
-        return op.Slice(dx, [0] * form.rank, op.Shape(x, start=2), form.axes)
+        return op.Slice(dx, [0] * form.rank, op.shape_of(x, 2), form.axes)
     return dx
 
 
 def _dx_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
     """The same without ConvTranspose, which onnxruntime does not have in float64: W @ dY, added up."""
     rank, strides, group = form.rank, list(form.strides), form.group
-    channels, samples = op.Shape(x, start=1, end=2), op.Shape(x, end=1)
-    outputs = [op.Shape(dy, start=axis, end=axis + 1) for axis in form.axes]
-    others = op.ReduceProd(op.Shape(w, start=1), keepdims=1)
-    kernels = _reshaped(op, w, [group], op.Shape(w, end=1) / group, others)
+    channels, samples = op.shape_of(x, 1, 2), op.shape_of(x, 0, 1)
+    outputs = [op.shape_of(dy, axis, axis + 1) for axis in form.axes]
+    others = op.ReduceProd(op.shape_of(w, 1), keepdims=1)
+    kernels = _reshaped(op, w, [group], op.shape_of(w, 0, 1) / group, others)
     columns = op.MatMul(op.Transpose(kernels, perm=[0, 2, 1]), _by_group(op, dy, form))
     taps = list(form.kernel)
     columns = _reshaped(op, columns, channels, taps, samples, *outputs)
@@ -238,11 +266,11 @@ def _dx_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _
         sizes.insert(0, size * strides[i])
     dx = op.Transpose(_reshaped(op, dx, channels, samples, *sizes), perm=[1, 0, *form.axes])
     heads = form.heads(op, x)
-    dx = op.Slice(dx, heads, op.Shape(x, start=2) + heads, form.axes)
+    dx = op.Slice(dx, heads, op.shape_of(x, 2) + heads, form.axes)
     if max(strides) == 1:
         return dx
     # What no window reaches.
-    missing = op.Shape(x, start=2) - op.Shape(dx, start=2)
+    missing = op.shape_of(x, 2) - op.Shape(dx, start=2)
     return op.Pad(dx, op.Concat([0] * rank, missing, axis=0), None, form.axes, rank=2 + rank)
 
 
@@ -267,21 +295,93 @@ def _add_shifted(
 
 
 def _dw(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
-    taps, group = math.prod(form.kernel), form.group
-    if taps > _MANY_TAPS or not form.fixed:
+    if math.prod(form.kernel) > _MANY_TAPS or not form.fixed:
         x, dy = _with_a_sample(op, x, form), _with_a_sample(op, dy, form)
         return (_dw_of_columns if _is_double(dy) else _dw_of_conv)(op, dy, x, w, form)
-    x = form.padded(op, x)
-    parts = _taps(op, dy, x, form) if taps > 1 or max(form.strides) > 1 else [x]
-    parts = [_by_sample(op, part, dy, group) for part in parts]
-    across = op.Transpose(_by_sample(op, dy, dy, group), perm=[0, 1, 3, 2])
-    channels = w.shape[1] if w.shape is not None else None
-    if group == 1 and isinstance(channels, int) and channels < _FEW_CHANNELS:
-        parts = [op.Concat(*parts, axis=2)]
-    products = [op.ReduceSum(op.MatMul(part, across), [0], keepdims=0) for part in parts]
-    dw = op.Concat(*products, axis=1) if len(products) > 1 else products[0]
-    dw = _reshaped(op, dw, [group, taps], op.Shape(w, start=1, end=2), op.Shape(w, end=1) / group)
-    return op.Reshape(op.Transpose(dw, perm=[0, 3, 2, 1]), op.Shape(w), allowzero=1)
+    filters, channels = _size(op, w, 0), _size(op, w, 1)
+    if filters == form.group and channels == 1:
+        dw = _dw_of_channels(op, dy, x, form)
+    elif form.group > 1 or not _joins_samples(dy, filters, channels, form):
+        dw = _dw_of_samples(op, dy, x, filters, channels, form)
+    else:
+        dw = _dw_of_rows(op, dy, x, filters, channels, form)
+    return _shaped(op, dw, filters, channels, *form.kernel)
+
+
+def _joins_samples(dy: ir.Value, filters: Size, channels: Size, form: _Form) -> bool:
+    """Whether moving the samples beside the positions costs less than adding up the samples' products."""
+    positions = form.positions(dy)
+    if not isinstance(filters, int) or not isinstance(channels, int) or positions is None:
+        return True
+    return (
+        _known(dy, 0) == 1 or positions * (filters + channels) <= math.prod(form.kernel) * filters * channels
+    )
+
+
+def _dw_of_channels(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> ir.Value:
+    """(M, taps, 1) of a depthwise convolution, whose products are between vectors."""
+    taps = _taps(op, dy, form.padded(op, x), form)
+    products = [op.ReduceSum(tap * dy, form.axes, keepdims=1) for tap in taps]
+    return op.ReduceSum(_joined(op, products, 2), [0], keepdims=0)
+
+
+def _dw_of_samples(
+    op: Recorder, dy: ir.Value, x: ir.Value, filters: Size, channels: Size, form: _Form
+) -> ir.Value:
+    """(M, C, taps) as the sum over the samples of products for each group."""
+    samples, positions, group = _size(op, dy, 0), form.positions(dy), form.group
+    size = op.ReduceProd(op.shape_of(dy, 2), keepdims=1) if positions is None else positions
+    parts = _taps(op, dy, form.padded(op, x), form)
+    share = filters // group if isinstance(filters, int) else filters / group
+    dy = _shaped(op, dy, samples, group, share, size)
+    if len(parts) > 1 and group == 1 and isinstance(channels, int) and channels < _FEW_CHANNELS:
+        columns = _shaped(op, _joined(op, parts, 1), samples, len(parts) * channels, size)
+        across = op.Transpose(op.Squeeze(dy, [1]), perm=[0, 2, 1])
+        dw = op.ReduceSum(op.MatMul(columns, across), [0], keepdims=0)
+        return op.Transpose(_shaped(op, dw, len(parts), channels, filters), perm=[2, 1, 0])
+    parts = [_shaped(op, part, samples, group, channels, size) for part in parts]
+    products = [op.MatMul(dy, op.Transpose(part, perm=[0, 1, 3, 2])) for part in parts]
+    dw = op.ReduceSum(_joined(op, products, 1), [0], keepdims=0)
+    return _taps_last(op, dw, filters, channels, len(parts))
+
+
+def _dw_of_rows(
+    op: Recorder, dy: ir.Value, x: ir.Value, filters: Size, channels: Size, form: _Form
+) -> ir.Value:
+    """(M, C, taps), with one product for all samples."""
+    # Gemm and not MatMul, which leaves its output as it was if there are no samples.
+    rows, x = op.Flatten(_samples_second(op, dy, form), axis=1), _samples_second(op, x, form)
+    parts = _taps(op, dy, form.padded(op, x), form)
+    if len(parts) > 1 and isinstance(channels, int) and _joins_taps(dy, filters, channels, form):
+        columns = op.Reshape(_joined(op, parts, 1), [channels * len(parts), -1])
+        return op.Gemm(rows, columns, transB=1)
+    products = [op.Gemm(rows, op.Flatten(part, axis=1), transB=1) for part in parts]
+    return _taps_last(op, _joined(op, products, 0), filters, channels, len(parts))
+
+
+def _joins_taps(dy: ir.Value, filters: Size, channels: int, form: _Form) -> bool:
+    """Whether one product for all taps is faster than one for each, in spite of copying the columns."""
+    samples, positions = _known(dy, 0), form.positions(dy)
+    if samples is None or positions is None or not isinstance(filters, int):
+        return 0 < channels < _FEW_CHANNELS
+    return channels > 0 and (channels < _FEW_CHANNELS or samples * positions <= filters)
+
+
+def _taps_last(op: Recorder, dw: ir.Value, filters: Size, channels: Size, taps: int) -> ir.Value:
+    """(taps, M, C) as (M, C, taps)"""
+    # onnxruntime is quick at moving a single axis.
+    return op.Transpose(_shaped(op, dw, taps, filters, channels), perm=[1, 2, 0]) if taps > 1 else dw
+
+
+def _samples_second(op: Recorder, value: ir.Value, form: _Form) -> ir.Value:
+    """(N, C, ...) as (C, N, ...)"""
+    if _known(value, 0) == 1:
+        return op.Unsqueeze(op.Squeeze(value, [0]), [1])
+    return op.Transpose(value, perm=[1, 0, *form.axes])
+
+
+def _joined(op: Recorder, values: Sequence[ir.Value], axis: int) -> ir.Value:
+    return op.Concat(*values, axis=axis) if len(values) > 1 else values[0]
 
 
 def _with_a_sample(op: Recorder, value: ir.Value, form: _Form) -> ir.Value:
@@ -304,7 +404,7 @@ def _dw_of_conv(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _For
     if group == 1:
         x = op.Transpose(x, perm=swap)
     else:
-        count, channels, sizes = op.Shape(x, end=1), op.Shape(w, start=1, end=2), op.Shape(x, start=2)
+        count, channels, sizes = op.shape_of(x, 0, 1), op.shape_of(w, 1, 2), op.shape_of(x, 2)
         x = _reshaped(op, x, count, [group], channels, sizes)
         x = op.Transpose(x, perm=[2, 1, 0, *(axis + 1 for axis in form.axes)])
         x = _reshaped(op, x, channels, count * group, sizes)
@@ -317,7 +417,7 @@ def _dw_of_conv(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _For
         dilations=list(form.strides),
     )
     # What the windows leave over at the end would be taps beyond the kernel.
-    kernel = list(form.kernel) if form.fixed else op.Shape(w, start=2)
+    kernel = list(form.kernel) if form.fixed else op.shape_of(w, 2)
     dw = op.Slice(dw, [0] * form.rank, kernel, form.axes)
     return op.Transpose(dw, perm=swap)
 
@@ -327,16 +427,16 @@ def _dw_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _
     rank, x = form.rank, form.padded(op, x)
     for i in range(rank):
         # Each spatial axis becomes two: the taps, and the outputs.
-        count = op.Squeeze(op.Shape(dy, start=2 + i, end=3 + i))
+        count = op.Squeeze(op.shape_of(dy, 2 + i, 3 + i))
         starts = op.Range(0, count, 1) * form.strides[i]
         taps = op.Unsqueeze(op.Range(0, form.kernel[i], 1), [1]) * form.dilations[i]
         x = op.Gather(x, starts + taps, axis=2 + 2 * i)
     x = op.Transpose(x, perm=[1, *range(2, 2 + 2 * rank, 2), 0, *range(3, 3 + 2 * rank, 2)])
     across = _by_group(op, dy, form)
-    others = op.ReduceProd(op.Shape(w, start=1), keepdims=1)
+    others = op.ReduceProd(op.shape_of(w, 1), keepdims=1)
     columns = _reshaped(op, x, [form.group], others, op.Shape(across, start=2))
     dw = op.MatMul(columns, op.Transpose(across, perm=[0, 2, 1]))
-    return op.Reshape(op.Transpose(dw, perm=[0, 2, 1]), op.Shape(w), allowzero=1)
+    return op.Reshape(op.Transpose(dw, perm=[0, 2, 1]), op.shape_of(w), allowzero=1)
 
 
 def _by_group(op: Recorder, dy: ir.Value, form: _Form) -> ir.Value:
@@ -347,15 +447,10 @@ def _by_group(op: Recorder, dy: ir.Value, form: _Form) -> ir.Value:
     return _reshaped(op, swapped, [form.group], op.Shape(swapped, end=1) / form.group, columns)
 
 
-def _by_sample(op: Recorder, value: ir.Value, dy: ir.Value, group: int) -> ir.Value:
-    """(N, C, ...) as (N, group, C / group, positions), where the positions are those of dY."""
-    positions = op.ReduceProd(op.Shape(dy, start=2), keepdims=1)
-    channels = op.Shape(value, start=1, end=2) / group
-    return _reshaped(op, value, op.Shape(value, end=1), [group], channels, positions)
-
-
 def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value]:
     """For each tap of the kernel, what it reads of the padded X."""
+    if math.prod(form.kernel) == max(form.strides) == 1:
+        return [x]
     starts = [
         tuple(k * d for k, d in zip(tap, form.dilations, strict=True)) for tap in np.ndindex(form.kernel)
     ]
@@ -370,5 +465,6 @@ def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value
         # Slices with steps are slow; this one is recorded once for all the taps that share a phase.
         every = op.Slice(x, list(phase), [_END] * form.rank, form.axes, steps)
         first = [a // s for a, s in zip(start, form.strides, strict=True)]
-        parts.append(op.Slice(every, first, op.Shape(dy, start=2) + first, form.axes))
+        ends = op.shape_of(dy, 2) + first
+        parts.append(op.Slice(every, first, ends, form.axes))
     return parts
