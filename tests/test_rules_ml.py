@@ -1,12 +1,11 @@
 """Gradient rules of ai.onnx.ml.
 
 The oracle is each operator in NumPy, in float64: it must compute what onnxruntime computes, and its
-differences must be the gradients. Pipelines are compared with differences of scikit-learn's own functions.
+differences must be the gradients. tests/test_zoo_tabular.py has scikit-learn's models of them.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -422,146 +421,6 @@ def test_probit_of_one_score_is_refused() -> None:
     )
     with pytest.raises(ortgrad.UnsupportedGradientError, match="PROBIT of a single score"):
         ortgrad.build_gradient_model(model, wrt="a", of="z")
-
-
-# Pipelines of scikit-learn
-
-
-@pytest.fixture(scope="module")
-def fitted() -> dict[str, Any]:
-    """Estimators, fitted on a few rows, each with the function that its model computes."""
-    pytest.importorskip("skl2onnx")
-    from sklearn import gaussian_process, linear_model, neural_network, preprocessing, svm
-    from sklearn.ensemble import RandomForestRegressor
-    from sklearn.neighbors import KNeighborsRegressor
-    from sklearn.pipeline import make_pipeline
-
-    x = rows(50, 4) + 2
-    t, y = x[:, 0] * x[:, 1], (x[:, 0] > 2).astype(int) + (x[:, 2] > 2.5)
-    scaler = preprocessing.StandardScaler
-    models: dict[str, tuple[Any, str]] = {
-        "StandardScaler": (scaler(), "transform"),
-        "MinMaxScaler": (preprocessing.MinMaxScaler(), "transform"),
-        "Normalizer l1": (preprocessing.Normalizer("l1"), "transform"),
-        "Normalizer l2": (preprocessing.Normalizer("l2"), "transform"),
-        "Normalizer max": (preprocessing.Normalizer("max"), "transform"),
-        "LinearRegression": (linear_model.LinearRegression(), "predict"),
-        "Ridge": (linear_model.Ridge(), "predict"),
-        "LogisticRegression": (linear_model.LogisticRegression(), "predict_proba"),
-        "StandardScaler, LogisticRegression": (
-            make_pipeline(scaler(), linear_model.LogisticRegression()),
-            "predict_proba",
-        ),
-        "StandardScaler, MLPRegressor": (
-            make_pipeline(
-                scaler(),
-                neural_network.MLPRegressor(
-                    hidden_layer_sizes=(5,), activation="tanh", max_iter=20, random_state=0
-                ),
-            ),
-            "predict",
-        ),
-        "SVR": (svm.SVR(), "predict"),
-        "SVR poly": (svm.SVR(kernel="poly"), "predict"),
-        "SVC of two": (svm.SVC(), "decision_function"),
-        "SVC of three": (svm.SVC(decision_function_shape="ovr"), "decision_function"),
-        "GaussianProcessRegressor": (gaussian_process.GaussianProcessRegressor(alpha=0.1), "predict"),
-        "KNeighborsRegressor": (KNeighborsRegressor(), "predict"),
-        "RandomForestRegressor": (RandomForestRegressor(3, random_state=0), "predict"),
-    }
-    found = {}
-    with warnings.catch_warnings():
-        # Few iterations.
-        warnings.simplefilter("ignore")
-        for name, (model, method) in models.items():
-            regression = method == "predict"
-            model.fit(x, t if regression else np.minimum(y, 1) if name == "SVC of two" else y)
-            found[name] = (model, getattr(model, method))
-    return found
-
-
-SMOOTH = [
-    "StandardScaler",
-    "MinMaxScaler",
-    "Normalizer l1",
-    "Normalizer l2",
-    "Normalizer max",
-    "LinearRegression",
-    "Ridge",
-    "LogisticRegression",
-    "StandardScaler, LogisticRegression",
-    "StandardScaler, MLPRegressor",
-    "SVR",
-    "SVR poly",
-    "SVC of two",
-    "SVC of three",
-    "GaussianProcessRegressor",
-]
-
-
-def converted(model: Any, x: np.ndarray) -> onnx.ModelProto:
-    from skl2onnx import to_onnx
-
-    options = {id(model): {"zipmap": False}} if hasattr(model, "classes_") else None
-    with warnings.catch_warnings():
-        # skl2onnx asks an SVC for attributes that scikit-learn is about to remove.
-        warnings.simplefilter("ignore", FutureWarning)
-        return to_onnx(model, x[:1], options=options)
-
-
-@pytest.mark.parametrize("name", SMOOTH)
-def test_scikit_learn(name: str, fitted: dict[str, Any]) -> None:
-    model, function = fitted[name]
-    exact = rows(3, 4, seed=2) + 2
-    double = name == "GaussianProcessRegressor"  # its inverse matrix is too much for float32
-    x = exact if double else exact.astype(np.float32)
-    exact = x.astype(np.float64)
-    converted_model = converted(model, x)
-    of = converted_model.graph.output[-1].name
-    built = ortgrad.build_gradient_model(converted_model, wrt="X", of=of)
-    y = session(built, "auto").run([of], {"X": x, f"{of}_grad": _zeros(converted_model, of, x)})[0]
-    seed = rows(*y.shape, seed=4)
-    # The signs are skl2onnx's.
-    columns = (
-        (lambda f: np.stack([f, -f], axis=1)) if name == "SVC of two" else (lambda f: f.reshape(y.shape))
-    )
-    np.testing.assert_allclose(y, columns(function(exact)), rtol=1e-3, atol=1e-4)
-    numeric = differences(lambda x: float(np.sum(seed * columns(function(x)))), exact, 1e-5)
-    for way in ("auto", "plain"):
-        grad = session(built, way).run(["X_grad"], {"X": x, f"{of}_grad": seed.astype(x.dtype)})[0]
-        np.testing.assert_allclose(grad, numeric, rtol=2e-3, atol=2e-4 * np.abs(numeric).max())
-
-
-def _zeros(model: onnx.ModelProto, of: str, x: np.ndarray) -> np.ndarray:
-    outputs = onnxruntime.InferenceSession(model.SerializeToString())
-    return np.zeros_like(outputs.run([of], {"X": x})[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "operator"),
-    [("RandomForestRegressor", "TreeEnsembleRegressor"), ("KNeighborsRegressor", "TopK")],
-)
-def test_steps_of_scikit_learn_say_so(name: str, operator: str, fitted: dict[str, Any]) -> None:
-    x = (rows(3, 4, seed=2) + 2).astype(np.float32)
-    with pytest.warns(ortgrad.StoppedGradientWarning, match=f"stopped by {operator} node"):
-        ortgrad.build_gradient_model(converted(fitted[name][0], x), wrt="X")
-
-
-def test_maps_name_the_probabilities(fitted: dict[str, Any]) -> None:
-    """By default skl2onnx ends in a ZipMap, whose maps have no gradient."""
-    from skl2onnx import to_onnx
-
-    model = to_onnx(fitted["StandardScaler, LogisticRegression"][0], np.zeros((1, 4), np.float32))
-    with pytest.raises(ortgrad.ModelError, match="such as 'probabilities'"):
-        ortgrad.build_gradient_model(model, wrt="X")
-    assert ortgrad.build_gradient_model(model, wrt="X", of="probabilities").graph.output
-
-
-def test_check_judges_them(fitted: dict[str, Any]) -> None:
-    x = (rows(3, 4, seed=2) + 2).astype(np.float32)
-    for name in ("StandardScaler, LogisticRegression", "SVR"):
-        result = ortgrad.check_gradients(converted(fitted[name][0], x), {"X": x}, wrt=["X"])
-        result.raise_if_wrong()
 
 
 def test_shapes_behind_them_are_known() -> None:

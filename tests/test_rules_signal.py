@@ -49,16 +49,18 @@ FRAMES = [(2, 4), (3, 8), (5, 5), (7, 4), (1, 3)]
 
 @pytest.mark.parametrize("shape", SIGNALS, ids=str)
 @pytest.mark.parametrize(("step", "length"), FRAMES, ids=str)
-@pytest.mark.parametrize("onesided", [0, 1])
-def test_stft(shape: tuple[int, ...], step: int, length: int, onesided: int) -> None:
+@pytest.mark.parametrize("onesided", [0, 1, None])
+def test_stft(shape: tuple[int, ...], step: int, length: int, onesided: int | None) -> None:
     random = np.random.default_rng([*shape, step, length])
     x, window = random.standard_normal(shape), random.standard_normal(length)
-    y = stft(x, step, window, bool(onesided))
+    half = onesided != 0  # also without the attribute
+    y = stft(x, step, window, half)
     seed = random.standard_normal(y.shape)
-    dx, dwindow = expected(x, step, window, bool(onesided), seed)
+    dx, dwindow = expected(x, step, window, half, seed)
+    attributes = {} if onesided is None else {"onesided": onesided}
     for opset, symbolic, frame_length in ((18, True, True), (21, False, True), (18, False, False)):
         inputs = [x, np.array(step), window] + ([np.array(length)] if frame_length else [])
-        model, feeds = one_node("STFT", inputs, {"onesided": onesided}, opset=opset, symbolic=symbolic)
+        model, feeds = one_node("STFT", inputs, attributes, opset=opset, symbolic=symbolic)
         result = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
         np.testing.assert_allclose(result, y, atol=1e-9)
         found = gradients(model, feeds, {"y": seed}, ["a", "c"])

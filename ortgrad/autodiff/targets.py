@@ -101,8 +101,11 @@ def _parameters(
 ) -> list[ir.Value]:
     """Return the floating-point weights that a gradient can reach, in the order of the file."""
     graph = model.graph
-    reached = {*graph.outputs, *outputs}
-    _reach(graph, reached, model.opset_imports)
+    reached, computed, settings = {*graph.outputs, *outputs}, {*graph.outputs, *outputs}, set[ir.Value]()
+    _reach(graph, reached, model.opset_imports, settings)
+    # A bound or an initial state that the model computes has a gradient; one that is a constant is a setting.
+    _reach(graph, computed, model.opset_imports, None)
+    reached |= computed - settings
     # In a built model, Constant nodes belong to the backward graph and weights are initializers.
     built = OF in model.metadata_props
     constants = [] if built else [n.outputs[0] for n in graph if n.op_type == "Constant" and not n.domain]
@@ -121,17 +124,40 @@ def _is_weight(value: ir.Value, more_than: int) -> bool:
     return len(tensor.shape) > 0 and tensor.size > more_than
 
 
-def _reach(graph: ir.Graph, reached: set[ir.Value], opsets: dict[str, int]) -> None:
-    """Add to `reached` the values that a gradient may reach from those in it."""
+def _reach(
+    graph: ir.Graph, reached: set[ir.Value], opsets: dict[str, int], settings: set[ir.Value] | None
+) -> None:
+    """Add to `reached` the values that a gradient may reach from those in it.
+
+    Operands that are not trained are not followed, and constants among them are added to `settings`; if that
+    is None, the operands are followed unless they are constants.
+    """
     for node in reversed(graph):
         rule = find_rule(node.op_type, node.domain)
         if not any(v in reached for v in node.outputs) or (rule is not None and rule.function is None):
             continue
         fixed = _fixed_operands(node, opsets)
-        reached.update(v for i, v in enumerate(node.inputs) if v is not None and i not in fixed)
+        for i, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if i not in fixed:
+                reached.add(value)
+            elif settings is not None:
+                settings.add(_original(value))
+            elif ir.convenience.get_const_tensor(_original(value)) is None:
+                reached.add(value)
         for inner in subgraphs(node):
             reached.update(inner.outputs)
-            _reach(inner, reached, opsets)
+            _reach(inner, reached, opsets, settings)
+
+
+def _original(value: ir.Value) -> ir.Value:
+    """Return the value of which this one is a copy; exporters write copies of constants that are equal."""
+    node = value.producer()
+    while node is not None and node.op_type in ("Identity", "Cast") and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
 
 
 def decides_shapes(value: ir.Value, opsets: dict[str, int]) -> bool:

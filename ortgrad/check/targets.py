@@ -10,6 +10,17 @@ from ortgrad.operators.declaration import find_operator
 # Inputs of gradient operators that have no gradient; for standard operators, the schemas say so.
 SETTINGS = {"ratio", "roi", "scales"}
 
+# Inputs that the schemas call not differentiable, although they have a gradient.
+_HAS_GRADIENT = {
+    "AffineGrid": {0},
+    "DFT": {0},
+    "GridSample": {1},
+    "GRU": {5},
+    "LSTM": {5, 6},
+    "RNN": {5},
+    "STFT": {0, 2},
+}
+
 
 def differentiable(proto: onnx.ModelProto) -> list[str]:
     """Return the floating-point inputs and initializers that are a differentiable input of some node."""
@@ -36,5 +47,10 @@ def not_differentiable(node: onnx.NodeProto, proto: onnx.ModelProto) -> set[str]
     formal = onnx.defs.get_schema(node.op_type, version, node.domain).inputs
     never = onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
     last = len(formal) - 1
-    categories = [(name, formal[min(i, last)].differentiation_category) for i, name in enumerate(node.input)]
-    return {name for name, c in categories if c == never} - {name for name, c in categories if c != never}
+    kept = _HAS_GRADIENT.get(node.op_type, set()) if not node.domain else set()
+    fixed: set[str] = set()
+    free: set[str] = set()
+    for i, name in enumerate(node.input):
+        is_fixed = formal[min(i, last)].differentiation_category == never and i not in kept
+        (fixed if is_fixed else free).add(name)
+    return fixed - free

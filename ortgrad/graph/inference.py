@@ -13,7 +13,8 @@ from ortgrad.graph import protos
 from ortgrad.graph.element_sizes import forget_element_sizes, hide_initial_sizes
 from ortgrad.graph.equal_sizes import name_equal_sizes
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
-from ortgrad.graph.missing_shapes import fill_in_shapes
+from ortgrad.graph.missing_shapes import fill_in_shapes, write_out_sides
+from ortgrad.graph.outer_constants import copy_constants_inside
 from ortgrad.graph.pool_sizes import round_sizes_down
 from ortgrad.graph.serialization import is_known, to_proto
 from ortgrad.graph.traversal import subgraphs
@@ -34,8 +35,10 @@ def infer_types(model: ir.Model) -> None:
 def _infer(model: ir.Model) -> None:
     with without_weights(model):
         proto = to_proto(model)
+        copy_constants_inside(proto.graph)
         lengths = hide_lengths(proto)
         round_sizes_down(proto.graph)
+        write_out_sides(proto.graph)
         inferred = _inferred(proto)
         if hide_initial_sizes(proto.graph, inferred.graph):
             inferred = _inferred(proto)

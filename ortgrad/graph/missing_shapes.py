@@ -1,15 +1,18 @@
-"""Output shapes of operators for which onnx infers none.
+"""Output shapes of operators for which onnx infers none, or a wrong one.
 
-onnx infers the shape of an STFT only if all sizes of the signal are known, none for most operators of
-ai.onnx.ml, and none for Unsqueeze and Squeeze in a subgraph if the axes are a constant outside of it. Behind
-them no rule would know the number of dimensions.
+onnx infers the shape of an STFT only if all sizes of the signal are known, and none for most operators of
+ai.onnx.ml. Behind them no rule would know the number of dimensions. It takes an STFT without the attribute
+`onesided` for two-sided, but the default is 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import onnx
 import onnx_ir as ir
+
+from ortgrad.graph.protos import all_nodes
 
 Result = tuple[ir.DataType, ir.Shape]
 
@@ -32,37 +35,16 @@ def fill_in_shapes(graph: ir.Graph) -> bool:
     return found
 
 
+def write_out_sides(graph: onnx.GraphProto) -> None:
+    """Give every STFT node the attribute `onesided`, in place, for shape inference only."""
+    for node in all_nodes(graph.node):
+        is_stft = node.op_type == "STFT" and node.domain in ("", "ai.onnx")
+        if is_stft and not any(attribute.name == "onesided" for attribute in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("onesided", 1))
+
+
 def _stft(node: ir.Node, element: ir.DataType, signal: ir.Shape) -> list[Result]:
     return [(element, ir.Shape([signal[0], None, None, 2]))] if len(signal) in (2, 3) else []
-
-
-def _unsqueeze(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Result]:
-    given = _vector(node, 1)
-    rank = len(x) + len(given or ())
-    new, old = _axes(given, rank), iter(x)
-    return [] if new is None else [(element, ir.Shape([1 if i in new else next(old) for i in range(rank)]))]
-
-
-def _squeeze(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Result]:
-    gone = _axes(_vector(node, 1), len(x))
-    return [] if gone is None else [(element, ir.Shape([n for i, n in enumerate(x) if i not in gone]))]
-
-
-def _vector(node: ir.Node, i: int) -> list[int] | None:
-    """The i-th input if it is a constant; an initializer that can be fed is none."""
-    given = node.inputs[i] if len(node.inputs) > i else None
-    if given is None or given.is_graph_input():
-        return None
-    tensor = ir.convenience.get_const_tensor(given)
-    return None if tensor is None else [int(number) for number in tensor.numpy().reshape(-1)]
-
-
-def _axes(given: list[int] | None, rank: int) -> set[int] | None:
-    """The axes counted from the front, or None if they are not known or not valid."""
-    if given is None or not all(-rank <= axis < rank for axis in given):
-        return None
-    axes = {axis % rank for axis in given}
-    return axes if len(axes) == len(given) else None
 
 
 def _same(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Result]:
@@ -95,8 +77,6 @@ def _rows(x: ir.Shape) -> int | ir.SymbolicDim:
 
 _FUNCTIONS: dict[tuple[str, str], Callable[[ir.Node, ir.DataType, ir.Shape], list[Result]]] = {
     ("", "STFT"): _stft,
-    ("", "Squeeze"): _squeeze,
-    ("", "Unsqueeze"): _unsqueeze,
     ("ai.onnx.ml", "Scaler"): _same_in_float,
     ("ai.onnx.ml", "Normalizer"): _same_in_float,
     ("ai.onnx.ml", "Imputer"): _same,
