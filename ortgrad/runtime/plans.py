@@ -60,10 +60,11 @@ class State:
         plan = _make_plan(self._kernel, call, inputs)
         if plan is None:
             return False
-        count = len(self._plans)
+        count = int(self._fields[layout.STATE_PLANS])
         if count < layout.MOST_PLANS:
+            # In this order: other threads may look for plans meanwhile, and an exception of a signal handler
+            # may end this function anywhere.
             self._plans.append(plan)
-            # In this order: other threads may look for plans meanwhile.
             self._fields[layout.STATE_PLANS + 1 + count] = plan.ctypes.data
             self._fields[layout.STATE_PLANS] = count + 1
         return _perform()(self.address, context, plan.ctypes.data) == 0
