@@ -85,6 +85,8 @@ class CompiledKernel:
     first: Callable[..., Any] | None = None
     # The number of dimensions of every scratch tensor.
     scratch: tuple[int, ...] = ()
+    # Whether it was measured to be the fastest way.
+    auto: bool = True
 
     def __post_init__(self) -> None:
         found = len(inspect.signature(self.function).parameters)

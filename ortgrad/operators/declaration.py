@@ -182,6 +182,7 @@ class Operator:
         plan: Planner | None = None,
         first: Kernel | None = None,
         scratch: Sequence[int] = (),
+        auto: bool = True,
     ) -> Callable[[Function], Function]: ...
 
     def compiled(
@@ -192,12 +193,14 @@ class Operator:
         plan: Planner | None = None,
         first: Kernel | None = None,
         scratch: Sequence[int] = (),
+        auto: bool = True,
     ) -> Function | Callable[[Function], Function]:
         """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
 
         Without arguments, the function computes one element. Otherwise it performs one task on views of the
         tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
         `first` performs tasks before those, and `scratch` gives the dimensions of tensors for the results.
+        `auto` says whether kernels="auto" uses it.
         """
         if self.compiled_kernel is not None:
             raise RegistrationError(f"{self.name} has a compiled kernel already")
@@ -205,7 +208,9 @@ class Operator:
         def declare(function: Function) -> Function:
             tensors = len(self.inputs) + len(self.outputs)
             shapes = None if views is None else tuple(views)
-            self.compiled_kernel = CompiledKernel(function, tensors, shapes, plan, first, tuple(scratch))
+            self.compiled_kernel = CompiledKernel(
+                function, tensors, shapes, plan, first, tuple(scratch), auto
+            )
             return function
 
         return declare if function is None else declare(function)

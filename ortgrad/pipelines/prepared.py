@@ -34,7 +34,8 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        runs_compiled = operator.compiled_kernel is not None and machine_code.is_installed()
+        compiled = operator.compiled_kernel if machine_code.is_installed() else None
+        runs_compiled = compiled is not None and (compiled.auto or kernels == "compiled")
         by_body = operator.body and operator.auto == "onnx" and not runs_compiled
         if kernels == "onnx" or (kernels != "python" and by_body):
             return True
