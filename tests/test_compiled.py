@@ -394,3 +394,15 @@ except ortgrad.KernelError as error:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
+
+
+def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:
+    shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, 3, 3]}
+    node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[1, 1, 1, 1])
+    both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
+    kept = {
+        kernels: {n.op_type for n in ortgrad.prepare(both, kernels=kernels).graph.node}
+        for kernels in ("auto", "compiled")
+    }
+    assert "ReluGrad" in kept["auto"] & kept["compiled"]
+    assert "ConvGrad" in kept["compiled"] - kept["auto"]
