@@ -2,7 +2,8 @@
 
 usage: fault_script.py WAY FIRST STEP
 
-WAY is own, elsewhere (on another thread), registered, failing, creation or registered-creation.
+WAY is own, elsewhere (on another thread), registered, failing, planning (a compiled kernel meets new shapes),
+creation or registered-creation.
 Prints one line per n; the process must reach the line "done".
 """
 
@@ -19,11 +20,15 @@ import onnxruntime
 
 import ortgrad
 from ortgrad import threads as workers
+from ortgrad.operators.declaration import find_operator
 from ortgrad.runtime import native
 
 WAY, FIRST, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
 BAD = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1])}
+if WAY != "planning":
+    # Where there is a compiled kernel, Python runs only for new shapes.
+    find_operator("ReluGrad").compiled_kernel = None  # type: ignore[union-attr]
 # The functions in which native code enters Python.
 ENTRANCES = {native._Kernel._run_once.__code__, native._creation.__code__}
 
@@ -64,7 +69,12 @@ def make_session() -> Any:
         options.log_severity_level = 4
         ortgrad.register(options)
         return onnxruntime.InferenceSession(model().SerializeToString(), options)
-    return ortgrad.InferenceSession(model(), kernels="python")
+    return ortgrad.InferenceSession(model(), kernels="compiled" if WAY == "planning" else "python")
+
+
+def feeds_of(size: int) -> dict[str, np.ndarray]:
+    """Inputs of a size that the kernel has not met."""
+    return {"dY": np.ones(size, np.float32), "X": np.ones(size, np.float32)}
 
 
 def trace(function: Any) -> None:
@@ -85,7 +95,7 @@ def attempt(session: Any, feeds: Any) -> str:
     except Exception as error:
         assert "around a kernel of ortgrad" in str(error) or "must be equal" in str(error), error
         return "status"
-    assert result.tolist() == [1, 0, 3]
+    assert result.tolist() == np.where(feeds["X"] > 0, feeds["dY"], 0).tolist()
     return "result"
 
 
@@ -104,7 +114,8 @@ def main() -> None:
                 # In a session of others the exception comes a little later.
                 time.sleep(0.02)
             else:
-                outcome = attempt(session, BAD if WAY == "failing" else FEEDS)
+                new = feeds_of(n + 4) if WAY == "planning" else FEEDS
+                outcome = attempt(session, BAD if WAY == "failing" else new)
         except Fault:
             outcome = "fault"
         finally:

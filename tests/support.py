@@ -14,7 +14,7 @@ import onnx
 import ortgrad
 
 GOLDEN = Path(__file__).parent / "golden"
-KERNELS = ("python", "onnx")
+KERNELS = ("python", "onnx", "compiled")
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:

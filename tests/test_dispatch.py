@@ -70,6 +70,12 @@ def test_another_invoker_gets_the_foreign_calls_only() -> None:
     assert len(seen) == 1
 
 
+@pytest.fixture(autouse=True)
+def no_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that the tests replace are Python kernels; a registered session prefers compiled ones."""
+    monkeypatch.setattr(find_operator("ReluGrad"), "compiled_kernel", None)
+
+
 def test_python_kernels_run_when_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = find_operator("ReluGrad")
     assert operator is not None

@@ -12,6 +12,7 @@ LAYERS = [
     "errors",
     "threads",
     "operators",
+    "compiled",
     "graph",
     "autodiff",
     "ops",

@@ -93,10 +93,11 @@ def test_kernel_and_body_agree(case: Case, dtype: str, ranks: str) -> None:
                     with pytest.raises(ortgrad.OrtgradError, match="ratio"):
                         session.run(None, arrays)
                 continue
-            expected, actual = (session.run(None, arrays) for session in sessions)
-            for output, a, e in zip(outputs, actual, expected, strict=True):
-                wrong = difference(a, e, TOLERANCE[dtype])
-                assert not wrong, f"{what}, signed={signed}: {output}: {wrong}"
+            expected, *others = (session.run(None, arrays) for session in sessions)
+            for kernels, actual in zip(KERNELS[1:], others, strict=True):
+                for output, a, e in zip(outputs, actual, expected, strict=True):
+                    wrong = difference(a, e, TOLERANCE[dtype])
+                    assert not wrong, f"{kernels}, {what}, signed={signed}: {output}: {wrong}"
 
 
 def torch_average_pool(arrays: Arrays, *, kernel: int, stride: int, pad: int, include: int) -> Arrays:

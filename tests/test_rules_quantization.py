@@ -766,7 +766,7 @@ def test_straight_through_is_a_choice(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["grad", path, "--wrt", "x", "-o", out]) == 0
     assert main(["grad", path, "--wrt", "x", "-o", out, "--no-straight-through"]) == 3
     capsys.readouterr()
-    assert main(["explain", path, "--wrt", "x"]) == 0
+    assert main(["explain", path, "--wrt", "x", "--all"]) == 0
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "(straight-through)" in line]
     assert lines == ["xq", "rq"]
 

@@ -264,7 +264,7 @@ def test_operators_that_nobody_has() -> None:
 
 def test_unknown_kernels() -> None:
     for read in (ortgrad.InferenceSession, ortgrad.prepare):
-        with pytest.raises(ValueError, match="python, onnx, auto"):
+        with pytest.raises(ValueError, match="python, onnx, compiled, auto"):
             read(chain_model(), kernels="cuda")
 
 

@@ -21,6 +21,7 @@ FAULTS = {
     "elsewhere": 61,
     "registered": 13,
     "failing": 499,
+    "planning": 199,
     "creation": 151,
     "registered-creation": 151,
 }

@@ -97,6 +97,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ops.add_argument("filter", nargs="?", default="", metavar="TEXT", help="only names that contain TEXT")
 
+    ahead = commands.add_parser(
+        "compile",
+        help="compile kernels ahead of their first use",
+        description="Compile the kernels that a model with gradient nodes needs, or all of them, and keep "
+        "them for later sessions. Sessions do this themselves; the command is for the build of a container.",
+    )
+    ahead.add_argument("model", nargs="?", metavar="MODEL", help="an ONNX file (default: all kernels)")
+
     demo = commands.add_parser(
         "demo",
         help="train a small CNN on handwritten digits",
@@ -128,10 +136,10 @@ def _add_feeds(parser: argparse.ArgumentParser, text: str) -> None:
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
-        choices=["auto", "python", "onnx"],
+        choices=["auto", "compiled", "python", "onnx"],
         default="auto",
-        help="what computes gradient nodes: Python kernels, standard ONNX operators, or per node "
-        "whichever is faster (default: auto)",
+        help="what computes gradient nodes: kernels compiled by Numba, Python kernels, standard ONNX "
+        "operators, or per node whichever is fastest (default: auto)",
     )
 
 

@@ -19,11 +19,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from ortgrad.errors import NodeError, RegistrationError
+from ortgrad.operators.compiled import CompiledKernel, Planner
 from ortgrad.operators.contract import Contract, Dims
 
 DOMAIN = "com.microsoft"
@@ -39,6 +40,7 @@ PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
 
 Shape = tuple["int | str | None", ...]
 Kernel = Callable[..., Any]
+Function = TypeVar("Function", bound=Kernel)
 # empty(i, shape) returns an uninitialized array for output i, in the output's own memory.
 Empty = Callable[[int, Sequence[int]], np.ndarray]
 Way = Literal["python", "onnx"]
@@ -152,6 +154,7 @@ class Operator:
     dims: Dims
     forward_attributes: frozenset[str] = frozenset()
     body: Callable[..., Any] | None = None
+    compiled_kernel: CompiledKernel | None = None
 
     @property
     def has_optional_outputs(self) -> bool:
@@ -167,6 +170,50 @@ class Operator:
             raise RegistrationError(f"{self.name} has a body in standard ONNX already")
         self.body = body
         return body
+
+    @overload
+    def compiled(self, function: Function) -> Function: ...
+
+    @overload
+    def compiled(
+        self,
+        *,
+        views: Sequence[int] | None = None,
+        plan: Planner | None = None,
+        first: Kernel | None = None,
+        scratch: Sequence[int] = (),
+        auto: bool = True,
+    ) -> Callable[[Function], Function]: ...
+
+    def compiled(
+        self,
+        function: Function | None = None,
+        *,
+        views: Sequence[int] | None = None,
+        plan: Planner | None = None,
+        first: Kernel | None = None,
+        scratch: Sequence[int] = (),
+        auto: bool = True,
+    ) -> Function | Callable[[Function], Function]:
+        """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
+
+        Without arguments, the function computes one element. Otherwise it performs one task on views of the
+        tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
+        `first` performs tasks before those, and `scratch` gives the dimensions of tensors for the results.
+        `auto` says whether kernels="auto" uses it.
+        """
+        if self.compiled_kernel is not None:
+            raise RegistrationError(f"{self.name} has a compiled kernel already")
+
+        def declare(function: Function) -> Function:
+            tensors = len(self.inputs) + len(self.outputs)
+            shapes = None if views is None else tuple(views)
+            self.compiled_kernel = CompiledKernel(
+                function, tensors, shapes, plan, first, tuple(scratch), auto
+            )
+            return function
+
+        return declare if function is None else declare(function)
 
     def __call__(self, *arrays: np.ndarray | None, **attributes: Any) -> Any:
         """Check the arrays' shapes and run the NumPy kernel for all outputs."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient
+from ortgrad.compiled.functions import ByType, exp
 from ortgrad.errors import NodeError
+from ortgrad.operators.compiled import Plan, elementwise_plan
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._kernels import keep_where, piecewise
 from ortgrad.ops._types import is_double, is_half
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
+    Shape = tuple[int, ...]
 
 _LIKE_X = {"dY": "*S", "X": "*S"}
 _LIKE_Y = {"dY": "*S", "Y": "*S"}
@@ -32,6 +35,11 @@ def relu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
 @relu_grad.onnx
 def relu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     return op.Where(op.Greater(x, 0.0), dy, 0.0)
+
+
+@relu_grad.compiled
+def relu_grad_element(dy: float, x: float) -> float:
+    return dy if x > 0.0 else 0.0
 
 
 @operator("SigmoidGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
@@ -51,6 +59,11 @@ def sigmoid_grad_body(op: Recorder, dy: ir.Value, y: ir.Value) -> ir.Value:
     return dy * y * (1.0 - y)
 
 
+@sigmoid_grad.compiled
+def sigmoid_grad_element(dy: float, y: float) -> float:
+    return dy * (y * (1.0 - y))
+
+
 @operator("TanhGrad", inputs=["dY", "Y"], outputs=["dX"], shapes="Y", dims=_LIKE_Y)
 def tanh_grad(dy: np.ndarray, y: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (1 - Y^2)"""
@@ -65,6 +78,11 @@ def _tanh_grad(dx: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
 
 @tanh_grad.onnx
 def tanh_grad_body(op: Recorder, dy: ir.Value, y: ir.Value) -> ir.Value:
+    return dy * (1.0 - y * y)
+
+
+@tanh_grad.compiled
+def tanh_grad_element(dy: float, y: float) -> float:
     return dy * (1.0 - y * y)
 
 
@@ -96,6 +114,16 @@ def leaky_relu_grad_body(op: Recorder, dy: ir.Value, y: ir.Value, *, alpha: floa
     return op.Where(positive, dy, dy * alpha)
 
 
+def _leaky_relu_plan(dy: Shape, y: Shape, dx: Shape, *, alpha: float) -> Plan:
+    _require_slope(alpha)
+    return elementwise_plan(y)
+
+
+@leaky_relu_grad.compiled(plan=_leaky_relu_plan)
+def leaky_relu_grad_element(dy: float, y: float, alpha: float) -> float:
+    return dy if y > 0.0 else alpha * dy
+
+
 def _require_slope(alpha: float) -> None:
     if alpha < 0:
         raise NodeError(
@@ -124,6 +152,12 @@ def quick_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value, *, alpha: floa
     return _gated_body(op, dy, u, u)
 
 
+@quick_gelu_grad.compiled
+def quick_gelu_grad_element(dy: float, x: float, alpha: float) -> float:
+    u = _clipped(x * alpha, _SATURATED)
+    return _gated_element(dy, u, u)
+
+
 # sigmoid(-80) is negligible beside 1, and exp(80) is finite; without this limit an infinite X would give NaN.
 _SATURATED = 80.0
 
@@ -150,6 +184,18 @@ def _gated_body(op: Recorder, dy: ir.Value, u: ir.Value, xdu: ir.Value) -> ir.Va
         s = op.Reciprocal(e + 1.0)
         rest = e * s
     return dy * s * (xdu * rest + 1.0)
+
+
+def _gated_element(dy: float, u: float, xdu: float) -> float:
+    e = exp(-u)
+    s = 1.0 / (1.0 + e)
+    return dy * (s * (1.0 + xdu * (e * s)))
+
+
+def _clipped(x: float, limit: float) -> float:
+    """The number between -limit and limit; NaN remains."""
+    x = limit if x > limit else x
+    return -limit if x < -limit else x
 
 
 @operator("FastGeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
@@ -186,6 +232,13 @@ def fast_gelu_grad_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     return _gated_body(op, dy, u, xdu)
 
 
+@fast_gelu_grad.compiled
+def fast_gelu_grad_element(dy: float, x: float) -> float:
+    x = _clipped(x, _FAST_SATURATED)
+    cubic = x * x * _CUBIC
+    return _gated_element(dy, x * (cubic + _LINEAR), x * (cubic * 3.0 + _LINEAR))
+
+
 @operator("GeluGrad", inputs=["dY", "X"], outputs=["dX"], shapes="X", dims=_LIKE_X)
 def gelu_grad(dy: np.ndarray, x: np.ndarray, *, empty: Empty) -> np.ndarray:
     """dX = dY * (Phi(X) + X phi(X)), Phi and phi the normal distribution and its density"""
@@ -218,45 +271,34 @@ def bias_gelu_grad_dx_body(op: Recorder, dy: ir.Value, x: ir.Value, b: ir.Value)
 _GELU_SATURATED = 40.0
 
 # Mills' ratio M(a) = Phi(-a) / phi(a) for all a >= 0 in one formula: with r = 1 / (1 + a/k), M(a) is close to
-# r p(1 - 2r). Here are k and the coefficients of p from the highest on, fitted so that the error of phi * M
-# stays below the rounding of the type (2.5e-8 and 5e-17).
-_MILLS: dict[str, tuple[float, tuple[float, ...]]] = {
-    "float32": (
-        2.5,
-        (
-            -0.00430585499,
-            -0.0174871067,
-            0.00935908807,
-            0.132524118,
-            -0.434797427,
-            0.708532994,
-        ),
+# r p(1 - 2r). Here are k and the coefficients of p from the highest on, by element type, fitted so that the
+# error of phi * M stays below the rounding of the type (2.5e-8 and 5e-17).
+_MILLS_SCALE: Any = ByType(2.5, 4.0)
+_MILLS: Any = ByType(
+    (-0.00430585499, -0.0174871067, 0.00935908807, 0.132524118, -0.434797427, 0.708532994),
+    (
+        1.630998935051585e-06,
+        1.374552991239286e-05,
+        4.082349592112058e-05,
+        1.625515522258986e-05,
+        -0.0001338046645972735,
+        8.818778105710742e-05,
+        0.0010231138747864008,
+        -0.002180501928381152,
+        -0.004725169061619335,
+        0.03784791908314772,
+        -0.11688524438989811,
+        0.24260238840489778,
+        -0.3809427277160881,
+        0.4733047658270834,
     ),
-    "float64": (
-        4.0,
-        (
-            1.630998935051585e-06,
-            1.374552991239286e-05,
-            4.082349592112058e-05,
-            1.625515522258986e-05,
-            -0.0001338046645972735,
-            8.818778105710742e-05,
-            0.0010231138747864008,
-            -0.002180501928381152,
-            -0.004725169061619335,
-            0.03784791908314772,
-            -0.11688524438989811,
-            0.24260238840489778,
-            -0.3809427277160881,
-            0.4733047658270834,
-        ),
-    ),
-}
+)
+_NORMAL = 1 / math.sqrt(2 * math.pi)
 
 
 def _gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
     # With a = |X|, Phi(X) + X phi(X) is h = phi(a) (M(a) - a) for negative X and 1 - h for positive X.
-    k, (highest, *coefficients) = _MILLS[x.dtype.name]
+    k, (highest, *coefficients) = _MILLS_SCALE[x.dtype.name], _MILLS[x.dtype.name]
     a = np.abs(x)
     np.minimum(a, _GELU_SATURATED, out=a)
     r = a * (1 / k)
@@ -274,7 +316,7 @@ def _gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
     a *= a
     a *= -0.5
     np.exp(a, out=a)
-    a *= 1 / math.sqrt(2 * math.pi)
+    a *= _NORMAL
     h *= a
     np.greater(x, 0, out=r)
     np.multiply(r, -2, out=t)
@@ -286,10 +328,10 @@ def _gelu_grad(dx: np.ndarray, dy: np.ndarray, x: np.ndarray) -> None:
 
 def _gelu_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
     x = op.Clip(x, -_GELU_SATURATED, _GELU_SATURATED)
-    density = op.Exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+    density = op.Exp(x * x * -0.5) * _NORMAL
     if is_double(x):
         # onnxruntime has no Erf for float64.
-        k, (total, *coefficients) = _MILLS["float64"]
+        k, (total, *coefficients) = _MILLS_SCALE["float64"], _MILLS["float64"]
         a = op.Abs(x)
         r = op.Reciprocal(a * (1 / k) + 1.0)
         t = 1.0 - r * 2.0
@@ -299,6 +341,35 @@ def _gelu_body(op: Recorder, dy: ir.Value, x: ir.Value) -> ir.Value:
         return dy * op.Where(op.Greater(x, 0.0), 1.0 - h, h)
     distribution = (op.Erf(x * math.sqrt(0.5)) + 1.0) * 0.5
     return dy * (distribution + x * density)
+
+
+@gelu_grad.compiled
+def gelu_grad_element(dy: float, x: float) -> float:
+    return dy * _gelu_slope(x)
+
+
+def _bias_gelu_plan(dy: Shape, x: Shape, b: Shape, dx: Shape) -> Plan:
+    rows, columns = math.prod(x[:-1]), x[-1]
+    return Plan(rows, [(rows, columns), (rows, columns), (columns,), (rows, columns)])
+
+
+@bias_gelu_grad_dx.compiled(views=[2, 2, 1, 2], plan=_bias_gelu_plan)
+def bias_gelu_grad_row(row: int, dy: np.ndarray, x: np.ndarray, b: np.ndarray, dx: np.ndarray) -> None:
+    for k in range(len(b)):
+        dx[row, k] = dy[row, k] * _gelu_slope(x[row, k] + b[k])
+
+
+def _gelu_slope(x: float) -> float:
+    """Phi(X) + X phi(X), as in `_gelu_grad`"""
+    a = abs(x)
+    a = _GELU_SATURATED if a > _GELU_SATURATED else a
+    r = 1.0 / (1.0 + a / _MILLS_SCALE)
+    t = 1.0 - 2.0 * r
+    p = 0.0
+    for coefficient in _MILLS:
+        p = p * t + coefficient
+    h = (p * r - a) * (exp(a * a * -0.5) * _NORMAL)
+    return 1.0 - h if x > 0.0 else h
 
 
 elementwise("Relu", lambda op, dy, y, x: op.ReluGrad(dy, y))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
+from ortgrad.compiled.functions import double
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, Empty, operator
 from ortgrad.ops._kernels import keep_where, piecewise
 
@@ -24,6 +27,7 @@ _CONTRACT: dict[str, Any] = {
     "types": {"T": FLOATS, "T1": FLOATS},
 }
 _DEFAULT_RATIO = 0.5
+_Shape: TypeAlias = "tuple[int, ...] | None"
 
 
 @operator("DropoutGrad", **_CONTRACT)
@@ -63,6 +67,43 @@ def trainable_dropout_grad(
     """DropoutGrad under the name of the former TrainableDropout"""
     result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode, empty=empty)
     return result
+
+
+_CHUNK = 8192
+
+
+def _plan(dy: _Shape, mask: _Shape, ratio: _Shape, training_mode: _Shape, dx: _Shape) -> Plan:
+    assert dy is not None
+    size = math.prod(dy)
+    views = [(0 if shape is None else math.prod(shape),) for shape in (dy, mask, ratio, training_mode, dx)]
+    return Plan(-(-size // _CHUNK), views, {"has_mask": mask is not None})
+
+
+@dropout_grad.compiled(views=[1] * 5, plan=_plan)
+@trainable_dropout_grad.compiled(views=[1] * 5, plan=_plan)
+def dropout_grad_chunk(
+    task: int,
+    dy: np.ndarray,
+    mask: np.ndarray,
+    ratio: np.ndarray,
+    training_mode: np.ndarray,
+    dx: np.ndarray,
+    has_mask: int,
+) -> bool:
+    rate = ratio[0] if len(ratio) > 0 else ratio.dtype.type(_DEFAULT_RATIO)
+    if not (rate >= 0.0 and rate < 1.0):
+        return True
+    start = task * _CHUNK
+    count = min(_CHUNK, len(dy) - start)
+    into, source, kept = dx[start : start + count], dy[start : start + count], mask[start : start + count]
+    if not has_mask or (len(training_mode) > 0 and not training_mode[0]):
+        for k in range(count):
+            into[k] = source[k]
+        return False
+    scale = dy.dtype.type(double(1.0) / (double(1.0) - double(rate)))
+    for k in range(count):
+        into[k] = source[k] * scale if kept[k] else 0.0
+    return False
 
 
 @dropout_grad.onnx

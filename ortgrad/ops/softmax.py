@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
+from ortgrad.compiled.functions import SUMS, double, doubles, exp
 from ortgrad.errors import NodeError
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops._kernels import blockwise
@@ -81,6 +83,73 @@ def _matrices(array: np.ndarray, start: int, stop: int) -> np.ndarray:
     """The array with three axes: those before `start`, those that are summed over, those from `stop` on."""
     shape = array.shape
     return array.reshape(math.prod(shape[:start]), math.prod(shape[start:stop]), math.prod(shape[stop:]))
+
+
+def _plan(alone: bool) -> Callable[..., Plan]:
+    """The tensors with three axes as in `_matrices`; a task is a row, or SUMS rows side by side."""
+
+    def plan(dy: tuple[int, ...], y: tuple[int, ...], dx: tuple[int, ...], *, axis: int) -> Plan:
+        axis = _normalized(axis, len(y))
+        stop = axis + 1 if alone else len(y)
+        shape = math.prod(y[:axis]), math.prod(y[axis:stop]), math.prod(y[stop:])
+        groups = -(-shape[2] // SUMS)
+        return Plan(shape[0] * groups, [shape] * 3, {"groups": groups})
+
+    return plan
+
+
+@softmax_grad.compiled(views=[3, 3, 3], plan=_plan(alone=False))
+@softmax_grad_13.compiled(views=[3, 3, 3], plan=_plan(alone=True))
+def softmax_grad_rows(task: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray, groups: int) -> None:
+    i, first = task // groups, task % groups * SUMS
+    count, width = y.shape[1], min(SUMS, y.shape[2] - first)
+    if y.shape[2] == 1:
+        total = double(0.0)
+        for k in range(count):
+            total += double(dy[i, k, 0]) * double(y[i, k, 0])
+        rounded = y.dtype.type(total)
+        for k in range(count):
+            dx[i, k, 0] = y[i, k, 0] * (dy[i, k, 0] - rounded)
+        return
+    totals = doubles()
+    for j in range(width):
+        totals[j] = 0.0
+    for k in range(count):
+        a, b = dy[i, k, first : first + width], y[i, k, first : first + width]
+        for j in range(width):
+            totals[j] += double(a[j]) * double(b[j])
+    for k in range(count):
+        a, b = dy[i, k, first : first + width], y[i, k, first : first + width]
+        into = dx[i, k, first : first + width]
+        for j in range(width):
+            into[j] = b[j] * (a[j] - y.dtype.type(totals[j]))
+
+
+@log_softmax_grad.compiled(views=[3, 3, 3], plan=_plan(alone=False))
+@log_softmax_grad_13.compiled(views=[3, 3, 3], plan=_plan(alone=True))
+def log_softmax_grad_rows(task: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray, groups: int) -> None:
+    i, first = task // groups, task % groups * SUMS
+    count, width = y.shape[1], min(SUMS, y.shape[2] - first)
+    if y.shape[2] == 1:
+        total = double(0.0)
+        for k in range(count):
+            total += double(dy[i, k, 0])
+        rounded = y.dtype.type(total)
+        for k in range(count):
+            dx[i, k, 0] = dy[i, k, 0] - exp(y[i, k, 0]) * rounded
+        return
+    totals = doubles()
+    for j in range(width):
+        totals[j] = 0.0
+    for k in range(count):
+        a = dy[i, k, first : first + width]
+        for j in range(width):
+            totals[j] += double(a[j])
+    for k in range(count):
+        a, b = dy[i, k, first : first + width], y[i, k, first : first + width]
+        into = dx[i, k, first : first + width]
+        for j in range(width):
+            into[j] = a[j] - exp(b[j]) * y.dtype.type(totals[j])
 
 
 @softmax_grad_13.onnx

@@ -12,16 +12,17 @@ from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model
 from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.declaration import find_operator
 
-Kernels = Literal["python", "onnx", "auto"]
+Kernels = Literal["python", "onnx", "compiled", "auto"]
 
 
 def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     """Return a model that a plain onnxruntime session runs; `model` may have any gradient nodes.
 
     kernels="python" keeps the gradient nodes: with `ortgrad.register` their Python kernels run, without
-    it the bodies, which are part of the model. "onnx" replaces them by standard operators. "auto"
-    chooses per node whichever was measured faster. A model without gradient nodes only gets an import of
-    com.microsoft, without which it may not load with the op library. The caller's model is not changed.
+    it the bodies, which are part of the model. "onnx" replaces them by standard operators. "compiled"
+    keeps the nodes whose kernels Numba can compile; without Numba it is "auto", which chooses per node
+    whichever was measured fastest. A model without gradient nodes only gets an import of com.microsoft,
+    without which it may not load with the op library. The caller's model is not changed.
 
     >>> import onnx, ortgrad
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>

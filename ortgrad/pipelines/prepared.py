@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortgrad.compiled import machine_code
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.serialization import read, write
 from ortgrad.operators.call import EMPTY_PREFIX
@@ -33,7 +34,10 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        if kernels == "onnx" or (kernels == "auto" and operator.body and operator.auto == "onnx"):
+        compiled = operator.compiled_kernel if machine_code.is_installed() else None
+        runs_compiled = compiled is not None and (compiled.auto or kernels == "compiled")
+        by_body = operator.body and operator.auto == "onnx" and not runs_compiled
+        if kernels == "onnx" or (kernels != "python" and by_body):
             return True
         # onnxruntime-extensions refuses these element types, even beside a function body.
         types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype]

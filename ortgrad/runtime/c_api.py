@@ -147,6 +147,7 @@ class Api:
     """OrtApi: the functions of onnxruntime that an operator calls."""
 
     def __init__(self, address: int) -> None:
+        self.address = address
         table = ctypes.cast(address, POINTER(c_void_p))
 
         def function(place: int, result: Any, *arguments: Any) -> Any:

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ortgrad.errors import ModelError
+from ortgrad.compiled import machine_code
+from ortgrad.errors import ModelError, NodeError, RegistrationError
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
 from ortgrad.runtime import entrance
@@ -41,6 +42,7 @@ from ortgrad.runtime.c_api import (
 )
 from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
 from ortgrad.runtime.evaluate import declared_shapes, describe, evaluate, kernel_error
+from ortgrad.runtime.plans import State
 
 _NO_ROOM = "RecursionError around a kernel of ortgrad: there is no room left to report more"
 _SPARES = 16
@@ -60,6 +62,7 @@ class Owner(Protocol):
     """A session that keeps its kernels alive and receives their failures."""
 
     kernels: list[object]
+    compiles: bool
 
     def kernel_failed(self, error: BaseException) -> None: ...
 
@@ -77,8 +80,8 @@ def fill(struct: CustomOp, native: NativeOperator) -> None:
     """Make onnxruntime call the operator's kernel. The name and types in the struct are not changed."""
     _operators[ctypes.addressof(struct)] = native
     struct.version = VERSION
-    for name, function in _callbacks().items():
-        setattr(struct, name, address_of(function))
+    for name, address in _callbacks().items():
+        setattr(struct, name, address)
 
 
 @contextmanager
@@ -93,12 +96,13 @@ def owned_by(owner: Owner) -> Iterator[None]:
 
 
 @functools.cache
-def _callbacks() -> dict[str, Any]:
+def _callbacks() -> dict[str, int]:
+    """Return the addresses of the functions in a struct."""
     entrances = Entrances()
     entrances.refill(functools.partial(_creation_entrance, entrances))
     functions = {
         "CreateKernelV2": CREATE_KERNEL(entrances),
-        "KernelComputeV2": COMPUTE(operator.getitem),
+        "KernelComputeV2": _python_compute(),
         # Returns 0, which stands for CPU memory.
         "GetInputMemoryType": GET_MEMORY_TYPE(operator.is_),
         # Sessions may be destroyed after Python is finalized, so this is a C function without effect.
@@ -106,7 +110,16 @@ def _callbacks() -> dict[str, Any]:
     }
     # For the same reason, these objects are never freed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object((functions, entrances, _operators)))
-    return functions
+    addresses = {name: address_of(function) for name, function in functions.items()}
+    entry = machine_code.entry()
+    if entry is not None:
+        addresses["KernelComputeV2"] = entry.compute
+    return addresses
+
+
+@functools.cache
+def _python_compute() -> Any:
+    return COMPUTE(operator.getitem)
 
 
 def _creation_entrance(entrances: Entrances) -> Callable[..., Any]:
@@ -171,7 +184,7 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
         call = error
     kernel = _Kernel(api, native, call, owner)
     (_others if owner is None else owner.kernels).append(kernel)
-    ctypes.c_void_p.from_address(place).value = id(kernel)
+    ctypes.c_void_p.from_address(place).value = kernel.address
 
 
 class _Kernel(Entrances):
@@ -183,7 +196,29 @@ class _Kernel(Entrances):
         self._native = native
         self._call = call  # or why there is none
         self._owner = None if owner is None else weakref.ref(owner)
+        self._state: State | None = None
+        if machine_code.entry() is not None:
+            self._state = State(api.address, address_of(_python_compute()), self)
+            if owner is None or owner.compiles:
+                self._compile(self._state)
         self.refill(self._entrance)
+
+    @property
+    def address(self) -> int:
+        """What onnxruntime passes to KernelComputeV2: the state if that is compiled, else this object."""
+        return id(self) if self._state is None else self._state.address
+
+    def _compile(self, state: State) -> None:
+        compiled = self._native.operator.compiled_kernel
+        if compiled is not None and isinstance(self._call, Call):
+            dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
+            try:
+                block = machine_code.block(compiled, dtypes)
+            except RegistrationError as error:
+                # The node fails with this reason when it runs.
+                self._call = NodeError(f"{self._call.node}: {error}")
+            else:
+                state.use(compiled, self._call, block)
 
     def _entrance(self) -> Callable[[int], int | None]:
         """Return a C function that stores the context in a list, resumes a generator and calls its result."""
@@ -241,6 +276,8 @@ class _Kernel(Entrances):
         if isinstance(self._call, Exception):
             raise self._call
         inputs = self._inputs(context)
+        if self._state is not None and self._state.run(context, self._call, inputs):
+            return
         outputs: dict[int, np.ndarray] = {}
 
         def empty(i: int, shape: Sequence[int]) -> np.ndarray:

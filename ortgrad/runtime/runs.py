@@ -41,9 +41,13 @@ class Monitor:
     to every asynchronous run in progress.
     """
 
-    def __init__(self, *, parallel: bool = False, steady: bool = True) -> None:
-        """`steady` says that runs on inputs of the same size take about the same time."""
+    def __init__(self, *, parallel: bool = False, steady: bool = True, compiles: bool = False) -> None:
+        """`steady` says that runs on inputs of the same size take about the same time.
+
+        `compiles` says whether the session's nodes run compiled kernels where there are any.
+        """
         self.kernels: list[object] = []
+        self.compiles = compiles
         self._parallel = parallel
         self._steady = steady
         self._one_at_a_time = threading.Lock()

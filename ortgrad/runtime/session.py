@@ -110,6 +110,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             parallel=options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL,
             # The number of iterations of a Loop may depend on the values that are fed.
             steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
+            compiles=kernels in ("compiled", "auto"),
         )
         if _FUSES_TOO_MUCH:
             # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.

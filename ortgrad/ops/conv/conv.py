@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import Choice, Operand, Shape, operator
 from ortgrad.ops._windows import AUTO_PADS, per_dimension, spatial
-from ortgrad.ops.conv import _body, _numpy
+from ortgrad.ops.conv import _body, _compiled, _numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -41,6 +41,10 @@ conv_grad = operator(
     },
 )(_numpy.conv_grad)
 conv_grad.onnx(_body.conv_grad_body)
+# The products of the body are about as fast, so that "auto" uses the body.
+conv_grad.compiled(
+    views=[3, 3, 3, 3, 3, 1], scratch=[1], plan=_compiled.plan, first=_compiled.embed, auto=False
+)(_compiled.conv_grad_task)
 
 
 @gradient("Conv")

@@ -1,0 +1,28 @@
+"""`ortgrad compile`: compile kernels ahead of the first session that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from ortgrad.cli.exit_codes import fail
+from ortgrad.compiled import cache, machine_code
+from ortgrad.operators.declaration import all_operators
+from ortgrad.runtime.session import InferenceSession
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Compile the kernels of a model, or all of them, unless they are in the cache."""
+    if machine_code.entry() is None:
+        return fail("kernels are compiled by Numba: pip install 'ortgrad[compiled]'")
+    start = time.perf_counter()
+    if arguments.model is not None:
+        InferenceSession(arguments.model, kernels="compiled")
+    else:
+        for operator in all_operators():
+            if operator.compiled_kernel is not None:
+                for variant in operator.variants():
+                    machine_code.block(operator.compiled_kernel, [*variant.inputs, *variant.outputs])
+    seconds = time.perf_counter() - start
+    print(f"the kernels are compiled ({seconds:.1f} s) and kept in {cache.folder()}")
+    return 0

@@ -1,0 +1,155 @@
+"""The compiled function that onnxruntime calls for every node (KernelComputeV2). Numba compiles this module.
+
+It reads the shapes of the inputs, looks for the plan that was made for them, allocates the outputs and
+performs the blocks of the plan, on onnxruntime's threads if there are several. Whatever is out of the
+ordinary is left to the Python function of the kernel: shapes without a plan, a failing task, an error.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from ortgrad.compiled import layout
+from ortgrad.compiled.instructions import call2, call3, call5, free, load, malloc, stack, store
+
+# Places in OrtApi.
+_DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
+_RELEASE_STATUS, _RELEASE_INFO, _PARALLEL_FOR = 8 * 93, 8 * 99, 8 * 274
+
+_API, _PYTHON, _OBJECT, _BLOCK = (
+    8 * place for place in (layout.STATE_API, layout.STATE_PYTHON, layout.STATE_OBJECT, layout.STATE_BLOCK)
+)
+_INPUTS, _OUTPUTS, _CONTENTS, _PLANS = (
+    8 * place
+    for place in (layout.STATE_INPUTS, layout.STATE_OUTPUTS, layout.STATE_CONTENTS, layout.STATE_PLANS)
+)
+_PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
+    8 * place for place in (layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_FIELDS)
+)
+_TENSORS, _PHASE, _FAILED = 8 * layout.TENSORS, 8 * layout.CALL_PHASE, 8 * layout.CALL_FAILED
+_PHASES, _SCRATCH_COUNT, _SCRATCH_BYTES, _PHASE_FIELDS = (
+    8 * place for place in (layout.PHASES, layout.SCRATCH_COUNT, layout.SCRATCH_BYTES, layout.PHASE_FIELDS)
+)
+_MOST_DIMENSIONS, _MOST_CONTENTS = layout.MOST_DIMENSIONS, layout.MOST_CONTENTS
+_key_fields = stack(layout.KEY_SIZE)
+_call_fields = stack(layout.TENSORS + layout.MOST_TENSORS)
+_answers = stack(2)
+
+
+@njit(error_model="numpy", forceinline=True)
+def _fails(api: int, status: int) -> bool:
+    """Return whether a status is an error, which is released."""
+    if status != 0:
+        call2(load(api + _RELEASE_STATUS), status, 0)
+        return True
+    return False
+
+
+@njit(error_model="numpy", forceinline=True)
+def _read_inputs(state: int, context: int, key: int, call: int, answers: int) -> int:
+    """Write the key and the addresses of the inputs' data; return the length of the key, -1 on failure."""
+    api, length = load(state + _API), 0
+    for i in range(load(state + _INPUTS)):
+        if _fails(api, call3(load(api + _INPUT), context, i, answers)):
+            return -1
+        value = load(answers)
+        if _fails(api, call2(load(api + _DATA), value, call + _TENSORS + 8 * i)):
+            return -1
+        if _fails(api, call2(load(api + _TYPE_AND_SHAPE), value, answers)):
+            return -1
+        info = load(answers)
+        failed = _fails(api, call2(load(api + _RANK), info, key + 8 * length))
+        rank = 0 if failed else load(key + 8 * length)
+        if not failed and rank <= _MOST_DIMENSIONS:
+            failed = _fails(api, call3(load(api + _SIZES), info, key + 8 * (length + 1), rank))
+        call2(load(api + _RELEASE_INFO), info, 0)
+        if failed or rank > _MOST_DIMENSIONS:
+            return -1
+        length += 1 + rank
+        if load(state + _CONTENTS) >> i & 1:
+            count = load(key + 8 * (length - 1)) if rank == 1 else -1
+            if count < 0 or count > _MOST_CONTENTS:
+                return -1
+            elements = load(call + _TENSORS + 8 * i)
+            for k in range(count):
+                store(key + 8 * (length + k), load(elements + 8 * k))
+            length += count
+    return length
+
+
+@njit(error_model="numpy", forceinline=True)
+def _find_plan(state: int, key: int, length: int) -> int:
+    """Return the address of the plan with this key; 0 if there is none."""
+    for i in range(load(state + _PLANS)):
+        plan = load(state + _PLANS + 8 * (i + 1))
+        if load(plan + _PLAN_KEY) == length:
+            same = True
+            for k in range(length):
+                if load(plan + _PLAN_FIELDS + 8 * k) != load(key + 8 * k):
+                    same = False
+                    break
+            if same:
+                return plan
+    return 0
+
+
+@njit(error_model="numpy", forceinline=True)
+def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bool:
+    """Allocate the outputs and perform all blocks; return whether everything succeeded."""
+    api, inputs = load(state + _API), load(state + _INPUTS)
+    output = plan + 8 * load(plan + _PLAN_OUTPUTS)
+    for i in range(load(state + _OUTPUTS)):
+        rank = load(output)
+        if _fails(api, call5(load(api + _OUTPUT), context, i, output + 8, rank, answers)):
+            return False
+        if _fails(api, call2(load(api + _DATA), load(answers), call + _TENSORS + 8 * (inputs + i))):
+            return False
+        output += 8 * (1 + rank)
+    part = plan + 8 * load(plan + _PLAN_BLOCK)
+    store(call, part)
+    store(call + _FAILED, 0)
+    phases, size, memory = load(part + _PHASES), load(part + _SCRATCH_BYTES), 0
+    if size > 0:
+        memory = malloc(size)
+        if memory == 0:
+            return False
+        first = inputs + load(state + _OUTPUTS)
+        for i in range(load(part + _SCRATCH_COUNT)):
+            place = load(part + _PHASE_FIELDS + 16 * phases + 8 * i)
+            store(call + _TENSORS + 8 * (first + i), memory + place)
+    succeeded = True
+    for phase in range(phases):
+        store(call + _PHASE, phase)
+        blocks = load(part + _PHASE_FIELDS + 16 * phase + 8)
+        if blocks == 1:
+            call2(load(state + _BLOCK), call, 0)
+        elif blocks > 1:
+            status = call5(load(api + _PARALLEL_FOR), context, load(state + _BLOCK), blocks, 0, call)
+            if _fails(api, status):
+                succeeded = False
+        if not succeeded or load(call + _FAILED) != 0:
+            succeeded = False
+            break
+    if size > 0:
+        free(memory)
+    return succeeded
+
+
+def compute(state: int, context: int) -> int:
+    """Run a kernel; returns the address of onnxruntime's status, 0 for success."""
+    if load(state + _BLOCK) != 0:
+        key, call, answers = _key_fields(), _call_fields(), _answers()
+        length = _read_inputs(state, context, key, call, answers)
+        if length >= 0:
+            plan = _find_plan(state, key, length)
+            if plan != 0 and _perform(state, context, plan, call, answers):
+                return 0
+    return call2(load(state + _PYTHON), load(state + _OBJECT), context)
+
+
+def perform(state: int, context: int, plan: int) -> int:
+    """Run a kernel by a plan that was made for these inputs; returns 0 for success and 1 for failure."""
+    key, call, answers = _key_fields(), _call_fields(), _answers()
+    if _read_inputs(state, context, key, call, answers) < 0:
+        return 1
+    return 0 if _perform(state, context, plan, call, answers) else 1

@@ -1,0 +1,267 @@
+"""Instructions for compiled code that Python has no words for. This module imports Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ortgrad.compiled.functions import SUMS
+from ortgrad.compiled.layout import ITEM_SIZES
+
+_WORD = ir.IntType(64)
+WORD = types.int64
+_LLVM_TYPES = {
+    "float32": ir.FloatType(),
+    "float64": ir.DoubleType(),
+    "int32": ir.IntType(32),
+    "int64": _WORD,
+    "bool": ir.IntType(8),
+}
+
+
+@intrinsic
+def load(_: Any, address: Any) -> Any:
+    """Return the 64-bit integer at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], _WORD.as_pointer()))
+
+    return WORD(WORD), generate
+
+
+@intrinsic
+def load_double(_: Any, address: Any) -> Any:
+    """Return the double-precision number at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()))
+
+    return types.float64(WORD), generate
+
+
+@intrinsic
+def store(_: Any, address: Any, value: Any) -> Any:
+    """Write a 64-bit integer to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], builder.inttoptr(arguments[0], _WORD.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(WORD, WORD), generate
+
+
+def stack(count: int) -> Any:
+    """Return a function for the address of `count` 64-bit fields on the stack of the calling function."""
+
+    @intrinsic
+    def fields(_: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            with builder.goto_entry_block():
+                place = builder.alloca(_WORD, count)
+            return builder.ptrtoint(place, _WORD)
+
+        return WORD(), generate
+
+    return fields
+
+
+def _call(builder: Any, arguments: Any) -> Any:
+    kind = ir.FunctionType(_WORD, [_WORD] * (len(arguments) - 1)).as_pointer()
+    return builder.call(builder.inttoptr(arguments[0], kind), list(arguments[1:]))
+
+
+@intrinsic
+def call2(_: Any, address: Any, a: Any, b: Any) -> Any:
+    """Call the C function at an address. All arguments and the result are 64 bits wide."""
+    return WORD(*[WORD] * 3), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call3(_: Any, address: Any, a: Any, b: Any, c: Any) -> Any:
+    """Call a C function with three arguments."""
+    return WORD(*[WORD] * 4), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call5(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+    """Call a C function with five arguments."""
+    return WORD(*[WORD] * 6), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+def pointer_to(dtype: str) -> Any:
+    """Return a function that makes a pointer to elements of a type out of an address."""
+    # Numba has no pointers to booleans; they are bytes with the values 0 and 1.
+    numba_type = types.uint8 if dtype == "bool" else getattr(types, dtype)
+
+    @intrinsic
+    def pointer(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], _LLVM_TYPES[dtype].as_pointer())
+
+        return types.CPointer(numba_type)(WORD), generate
+
+    return pointer
+
+
+@intrinsic
+def rint(_: Any, x: Any) -> Any:
+    """Return the nearest integer as a floating-point number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        function = builder.module.declare_intrinsic("llvm.rint", [value.type])
+        return builder.call(function, [value])
+
+    return x(x), generate
+
+
+@intrinsic
+def power_of_two(_: Any, n: Any) -> Any:
+    """Return 2**n for an integral floating-point number n: it becomes the exponent of the result."""
+    bits, bias, fraction = (64, 1023, 52) if n == types.float64 else (32, 127, 23)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        integer = ir.IntType(bits)
+        exponent = builder.add(builder.fptosi(value, integer), integer(bias))
+        return builder.bitcast(builder.shl(exponent, integer(fraction)), value.type)
+
+    return n(n), generate
+
+
+@intrinsic
+def double(_: Any, x: Any) -> Any:
+    """Return a number in double precision."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.cast(builder, arguments[0], signature.args[0], types.float64)
+
+    return types.float64(x), generate
+
+
+@intrinsic
+def malloc(_: Any, size: Any) -> Any:
+    """Return the address of new memory; 0 if there is none."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "malloc"), arguments)
+
+    return WORD(WORD), generate
+
+
+@intrinsic
+def free(_: Any, address: Any) -> Any:
+    """Release memory of malloc."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_WORD])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "free"), arguments)
+        return context.get_dummy_value()
+
+    return types.void(WORD), generate
+
+
+_sums = stack(SUMS)
+_pointer_to_double = pointer_to("float64")
+
+
+@njit(error_model="numpy", forceinline=True)
+def doubles() -> Any:
+    """Return an array of double-precision numbers on the stack of the calling function."""
+    return carray(_pointer_to_double(_sums()), (SUMS,))
+
+
+_pointers = {"float32": pointer_to("float32"), "float64": _pointer_to_double, "int64": pointer_to("int64")}
+
+
+def allocator(dtype: str) -> Any:
+    """Return a function that allocates an array of a type."""
+    pointer, size = _pointers[dtype], ITEM_SIZES[dtype]
+
+    @njit(error_model="numpy", forceinline=True)
+    def allocate(count: int) -> Any:
+        address = malloc(count * size)
+        return carray(pointer(address), (count if address != 0 else 0,))
+
+    return allocate
+
+
+@njit(error_model="numpy", forceinline=True)
+def release(array: Any) -> None:
+    """Release the memory of an array that was allocated."""
+    free(array.ctypes.data)
+
+
+def _registers(bits: int) -> tuple[int, int]:
+    """Return how many numbers a vector register holds, and how many vectors of a row are summed up at once.
+
+    Four sums are computed together. Sixteen registers are enough for three vectors of each, and thirty-two
+    for four.
+    """
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 512 // bits, 4
+    if features.get("avx") and features.get("fma"):
+        return 256 // bits, 3
+    return 128 // bits, 4 if features.get("neon") else 3
+
+
+@intrinsic
+def add_rows(_: Any, sums: Any, stride: Any, rows: Any, starts: Any, weights: Any, count: Any) -> Any:
+    """Compute four weighted sums of rows (see ortgrad.compiled.functions)."""
+    element = ir.DoubleType() if rows.dtype == types.float64 else ir.FloatType()
+    lanes, vectors = _registers(64 if rows.dtype == types.float64 else 32)
+    kind = ir.VectorType(element, lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = [
+            context.make_array(signature.args[i])(context, builder, value=arguments[i]) for i in (0, 2, 3, 4)
+        ]
+        into, source, places, factors = (array.data for array in arrays)
+        terms = builder.extract_value(arrays[2].shape, 0)
+        stride, count = arguments[1], arguments[5]
+        step = _WORD(lanes * vectors)
+        blocks = builder.sdiv(builder.add(count, _WORD(lanes * vectors - 1)), step)
+        align = rows.dtype.bitwidth // 8
+        with builder.goto_entry_block():
+            totals = [builder.alloca(kind) for _ in range(4 * vectors)]
+        with cgutils.for_range(builder, blocks) as block:
+            first = builder.mul(block.index, step)
+            for total in totals:
+                builder.store(ir.Constant(kind, None), total)
+            with cgutils.for_range(builder, terms) as term:
+                start = builder.load(builder.gep(places, [term.index]))
+                row = builder.gep(source, [builder.add(start, first)])
+                values = [_load_vector(builder, row, j * lanes, kind, align) for j in range(vectors)]
+                weight = builder.gep(factors, [builder.mul(term.index, _WORD(4))])
+                for i in range(4):
+                    factor = _broadcast(builder, builder.load(builder.gep(weight, [_WORD(i)])), kind)
+                    for j, value in enumerate(values):
+                        total = totals[i * vectors + j]
+                        product = builder.fmul(factor, value, flags=("contract",))
+                        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+            for i in range(4):
+                place = builder.gep(into, [builder.add(builder.mul(stride, _WORD(i)), first)])
+                for j in range(vectors):
+                    pointer = builder.bitcast(builder.gep(place, [_WORD(j * lanes)]), kind.as_pointer())
+                    builder.store(builder.load(totals[i * vectors + j]), pointer, align=align)
+        return context.get_dummy_value()
+
+    return types.void(sums, stride, rows, starts, weights, count), generate
+
+
+def _load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
+    pointer = builder.bitcast(builder.gep(row, [_WORD(place)]), kind.as_pointer())
+    return builder.load(pointer, align=align)
+
+
+def _broadcast(builder: Any, number: Any, kind: Any) -> Any:
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)

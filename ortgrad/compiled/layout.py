@@ -1,0 +1,55 @@
+"""The memory that Python and compiled code share. All fields are 64 bits wide; places are counted in fields.
+
+The state of a kernel, one per node:
+
+    STATE_API       address of onnxruntime's OrtApi
+    STATE_PYTHON    address of the C function that runs the kernel in Python
+    STATE_OBJECT    address of the Python object that it takes
+    STATE_BLOCK     address of the compiled `block`; 0 if the node runs in Python
+    STATE_INPUTS    number of inputs
+    STATE_OUTPUTS   number of outputs
+    STATE_CONTENTS  bit i is set if the elements of input i, a short vector of int64, belong to the key
+    STATE_PLANS     number of plans, followed by the addresses of up to MOST_PLANS plans
+
+A plan says how the kernel runs on certain shapes:
+
+    PLAN_KEY        number of fields of the key
+    PLAN_OUTPUTS    place of the shapes of the outputs: for each the rank and the sizes
+    PLAN_BLOCK      place of the part that `block` reads (below)
+    PLAN_FIELDS     the key: for each input the rank, the sizes and, if they belong to the key, the elements
+
+    PHASES          number of phases; one begins when the tasks of the previous one are done
+    SCRATCH_COUNT   number of scratch tensors
+    SCRATCH_BYTES   size of the memory of all of them
+    PHASE_FIELDS    for each phase the number of tasks, and of blocks into which they are divided;
+                    then the place of each scratch tensor in the memory, in bytes;
+                    then the sizes of all views, then the numbers
+
+A call is what `block` receives:
+
+    CALL_PLAN       address of the second part of the plan
+    CALL_PHASE      number of the phase
+    CALL_FAILED     set to 1 by a task that fails
+    TENSORS         addresses of the data of all inputs, outputs and scratch tensors
+"""
+
+from __future__ import annotations
+
+STATE_API, STATE_PYTHON, STATE_OBJECT, STATE_BLOCK, STATE_INPUTS, STATE_OUTPUTS, STATE_CONTENTS = range(7)
+STATE_PLANS = 7
+MOST_PLANS = 256
+STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
+
+PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_FIELDS = range(4)
+
+PHASES, SCRATCH_COUNT, SCRATCH_BYTES, PHASE_FIELDS = range(4)
+
+CALL_PLAN, CALL_PHASE, CALL_FAILED, TENSORS = range(4)
+
+# Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements in a key.
+MOST_TENSORS = 40
+MOST_DIMENSIONS = 8
+MOST_CONTENTS = 8
+KEY_SIZE = MOST_TENSORS * (1 + MOST_DIMENSIONS) + 64
+
+ITEM_SIZES = {"float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}

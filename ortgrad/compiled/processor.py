@@ -1,0 +1,69 @@
+"""The processor, and loading of object code for it, by llvmlite. Numba is not imported."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import Any
+
+import llvmlite.binding as llvm
+
+# What the loaded function is called in its object code.
+NAME = "ortgrad"
+# Functions that compiled code may refer to: those of the wrapper that Numba puts around each function for
+# exceptions, which kernels do not raise, and those of the C library.
+_PYTHON = (
+    "PyErr_Clear",
+    "PyErr_SetNone",
+    "PyErr_SetString",
+    "PyErr_WriteUnraisable",
+    "PyUnicode_FromString",
+    "Py_DecRef",
+)
+_RENAMED = {
+    "numba_gil_ensure": "PyGILState_Ensure",
+    "numba_gil_release": "PyGILState_Release",
+    "NRT_MemInfo_call_dtor": "Py_IsInitialized",  # never called: kernels allocate no memory
+}
+_C = ("malloc", "free", "memcpy", "memset", "memmove")
+SYMBOLS = frozenset((*_PYTHON, *_RENAMED, *_C))
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def target_machine() -> Any:
+    """Return LLVM's description of this processor."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = description()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=name, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+    )
+
+
+@functools.cache
+def description() -> tuple[str, str]:
+    """Return the name and the features of this processor."""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+@functools.cache
+def _engine() -> Any:
+    for name, real in _RENAMED.items():
+        function = getattr(ctypes.pythonapi, real)
+        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+    return []
+
+
+def load(code: bytes) -> int:
+    """Load object code for the rest of the process; returns the address of its function."""
+    with _lock:
+        engines = _engine()
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        engines.append(engine)
+        return int(engine.get_function_address(NAME))

@@ -1,0 +1,123 @@
+"""What an operator declares about its compiled kernel; the compiler itself is in ortgrad.compiled.
+
+A compiled kernel is a Python function that Numba can compile. For an element-wise operator, whose tensors all
+have one shape, it computes one element:
+
+    @relu_grad.compiled
+    def relu_grad_element(dy: float, x: float) -> float:
+        return dy if x > 0 else 0.0
+
+For other operators it performs one of several independent tasks. It receives the number of the task and a
+view of every input and output. A plan, made in Python for each new combination of shapes, says how many tasks
+there are and how the tensors are viewed:
+
+    def rows(dy, y, dx, *, axis):
+        shape = math.prod(y[:-1]), y[-1]
+        return Plan(tasks=shape[0], views=[shape] * 3)
+
+    @softmax_grad.compiled(views=[2, 2, 2], plan=rows)
+    def softmax_grad_row(row: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
+        ...
+
+Both may have further parameters, annotated as int or float: attributes, or numbers of the plan. A parameter
+annotated as np.ndarray is a list of integers of the plan.
+Floating-point numbers in the text of the function have the element type of the tensors. An inner loop is
+vectorized if its counter alone is the last index: take a slice of the row (`y[row, first:last]`) before it.
+A task that returns a bool fails if that is true, and the NumPy kernel says why.
+
+A second function, `first`, may perform tasks that must be done before those of the kernel begin. It takes the
+same parameters. Both may take scratch tensors of the element type, after the outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ortgrad.errors import RegistrationError
+
+
+class Plan(NamedTuple):
+    """How a compiled kernel runs on tensors of certain shapes."""
+
+    # The number of tasks; with `first`, that of its tasks and that of the kernel's.
+    tasks: int | tuple[int, int]
+    # The shape in which the kernel sees every input and output; one without elements if it is absent.
+    views: Sequence[Sequence[int]]
+    # Further arguments of the kernel: numbers, and lists of integers, which it sees as arrays.
+    numbers: Mapping[str, int | float | Sequence[int]] = {}
+    # The number of elementary operations, by which tasks are distributed to threads. By default the number of
+    # elements of all views.
+    work: int = 0
+    # The shapes of the scratch tensors.
+    scratch: Sequence[Sequence[int]] = ()
+
+
+def elementwise_plan(shape: Sequence[int]) -> Plan:
+    """Return the plan of an element-wise kernel."""
+    size = math.prod(shape)
+    # Two inputs and an output are typical.
+    return Plan(size, [], work=3 * size)
+
+
+# Takes the shape of every input and output (None if it is absent) and the attributes as keywords. It returns
+# None if the kernel does not support the case; the NumPy kernel then computes it.
+Planner = Callable[..., "Plan | None"]
+
+
+_KINDS = {float: "float", "float": "float", int: "int", "int": "int", inspect.Parameter.empty: "int"}
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledKernel:
+    """A function for Numba, and what is needed to call it."""
+
+    function: Callable[..., Any]
+    tensors: int
+    # The number of dimensions of every view; None for an element-wise kernel.
+    views: tuple[int, ...] | None = None
+    plan: Planner | None = None
+    # The function of the tasks that are performed before.
+    first: Callable[..., Any] | None = None
+    # The number of dimensions of every scratch tensor.
+    scratch: tuple[int, ...] = ()
+    # Whether it was measured to be the fastest way.
+    auto: bool = True
+
+    def __post_init__(self) -> None:
+        found = len(inspect.signature(self.function).parameters)
+        expected = self._count_of_arguments()
+        if found < expected or (self.views is not None and len(self.views) != self.tensors):
+            raise RegistrationError(
+                f"the compiled kernel {self.function.__name__} must take {expected} parameters or more, "
+                "and have a view for every input and output"
+            )
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the function computes one element."""
+        return self.views is None
+
+    @cached_property
+    def numbers(self) -> dict[str, str]:
+        """The names of the parameters after the tensors, with their types: "float", "int" or "array"."""
+        parameters = list(inspect.signature(self.function).parameters.values())[self._count_of_arguments() :]
+        return {p.name: _KINDS.get(p.annotation, "array") for p in parameters}
+
+    @property
+    def phases(self) -> tuple[Callable[..., Any], ...]:
+        """The functions in the order in which their tasks are performed."""
+        return (self.function,) if self.first is None else (self.first, self.function)
+
+    def _count_of_arguments(self) -> int:
+        """Return the number of parameters before the numbers."""
+        return self.tensors - 1 if self.elementwise else self.tensors + len(self.scratch) + 1
+
+
+def may_fail(function: Callable[..., Any]) -> bool:
+    """Return whether a task returns True if it fails; the NumPy kernel then reports why."""
+    return inspect.signature(function).return_annotation in (bool, "bool")

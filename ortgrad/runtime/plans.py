@@ -1,0 +1,155 @@
+"""The memory of a node's compiled kernel: its state, and plans for the shapes that it has met.
+
+Compiled code finds the plan of a call by the shapes of the inputs. For new shapes it calls Python, which
+checks them as for the NumPy kernel and makes a plan, so no kernel runs on shapes that have not been checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ortgrad.compiled import layout, machine_code
+from ortgrad.operators.call import Call
+from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
+from ortgrad.runtime.evaluate import declared_shapes
+
+# Elementary operations for which starting another thread pays off, and the limit of blocks.
+_WORK_PER_BLOCK = 1 << 15
+_MOST_BLOCKS = 64
+_ALIGNMENT = 64
+
+
+class State:
+    """The state of a kernel in native memory; `address` is what onnxruntime passes to the kernel."""
+
+    def __init__(self, api: int, python: int, owner: object) -> None:
+        self._fields = np.zeros(layout.STATE_SIZE, np.int64)
+        self._fields[layout.STATE_API] = api
+        self._fields[layout.STATE_PYTHON] = python
+        self._fields[layout.STATE_OBJECT] = id(owner)
+        self._plans: list[np.ndarray] = []
+        self._kernel: CompiledKernel | None = None
+
+    @property
+    def address(self) -> int:
+        return self._fields.ctypes.data
+
+    def use(self, kernel: CompiledKernel, call: Call, block: int) -> None:
+        """Make the node run a compiled kernel."""
+        contents = {row.parameter for row in call.contract.rows if row.contents}
+        self._kernel = kernel
+        self._fields[layout.STATE_INPUTS] = len(call.operator.inputs)
+        self._fields[layout.STATE_OUTPUTS] = len(call.operator.outputs)
+        self._fields[layout.STATE_CONTENTS] = sum(1 << i for i in contents)
+        self._fields[layout.STATE_BLOCK] = block
+
+    def run(self, context: int, call: Call, inputs: Sequence[np.ndarray]) -> bool:
+        """Run the compiled kernel on inputs for which there is no plan yet; returns whether it could.
+
+        Raises ValueError for inputs that violate the operator's contract.
+        """
+        if self._kernel is None:
+            return False
+        plan = _make_plan(self._kernel, call, inputs)
+        if plan is None:
+            return False
+        count = int(self._fields[layout.STATE_PLANS])
+        if count < layout.MOST_PLANS:
+            # In this order: other threads may look for plans meanwhile, and an exception of a signal handler
+            # may end this function anywhere.
+            self._plans.append(plan)
+            self._fields[layout.STATE_PLANS + 1 + count] = plan.ctypes.data
+            self._fields[layout.STATE_PLANS] = count + 1
+        return _perform()(self.address, context, plan.ctypes.data) == 0
+
+
+@functools.cache
+def _perform() -> Callable[[int, int, int], int]:
+    entry = machine_code.entry()
+    assert entry is not None  # else there are no states
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(entry.perform)
+
+
+def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the plan for inputs of these shapes; None if the kernel does not support them."""
+    arrays = [array if real else None for array, real in zip(inputs, call.present, strict=True)]
+    call.contract.check_arrays(arrays)
+    declared = declared_shapes(call, inputs)
+    if any(_is_unknown(shape) for shape, wanted in zip(declared, call.wanted, strict=True) if wanted):
+        return None
+    outputs = [tuple(shape) if wanted else None for shape, wanted in zip(declared, call.wanted, strict=True)]
+    given = [None if array is None else array.shape for array in arrays]
+    if kernel.plan is None:
+        made: Plan | None = elementwise_plan(given[0] or ())
+    else:
+        made = kernel.plan(*given, *outputs, **call.attributes)
+    if made is None:
+        return None
+    key: list[int] = []
+    contents = {row.parameter for row in call.contract.rows if row.contents}
+    for i, array in enumerate(inputs):
+        key += (array.ndim, *array.shape)
+        if i in contents:
+            key += array.tolist()
+    shapes: list[int] = []
+    for shape in outputs:
+        shapes += (1, 0) if shape is None else (len(shape), *shape)
+    if len(key) > layout.KEY_SIZE or max((len(s) for s in outputs if s), default=0) > layout.MOST_DIMENSIONS:
+        return None
+    begin = layout.PLAN_FIELDS + len(key)
+    numbers: dict[str, Any] = {**call.attributes, **made.numbers}
+    fields = _block_fields(kernel, made, numbers, _float_size(inputs))
+    return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *fields], np.int64)
+
+
+def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any], item: int) -> list[int]:
+    """Return the part of a plan that `block` reads; `item` is the size of an element in bytes."""
+    tasks = plan.tasks if isinstance(plan.tasks, tuple) else (plan.tasks,)
+    work = plan.work or sum(math.prod(view) for view in plan.views)
+    places = [0]
+    for shape in plan.scratch:
+        places.append(places[-1] + -(-math.prod(shape) * item // _ALIGNMENT) * _ALIGNMENT)
+    fields = [
+        len(tasks),
+        len(plan.scratch),
+        places[-1],
+        *(number for count in tasks for number in (count, _blocks(count, work))),
+        *places[:-1],
+        *(size for view in (*plan.views, *plan.scratch) for size in view),
+    ]
+    arrays: list[int] = []
+    end = len(fields) + sum(2 if kind == "array" else 1 for kind in kernel.numbers.values())
+    for name, kind in kernel.numbers.items():
+        value = numbers[name]
+        if kind == "array":
+            fields += (8 * (end + len(arrays)), len(value))
+            arrays += value
+        else:
+            fields.append(_bits(value) if kind == "float" else int(value))
+    return [*fields, *arrays]
+
+
+def _float_size(inputs: Sequence[np.ndarray]) -> int:
+    """Return the size of an element of the first floating-point input."""
+    return next(array.itemsize for array in inputs if array.dtype.kind == "f")
+
+
+def _blocks(tasks: int, work: int) -> int:
+    """Return the number of blocks. It depends on the shapes only, so results do not depend on threads."""
+    return min(tasks, max(1, work // _WORK_PER_BLOCK), _MOST_BLOCKS)
+
+
+def _is_unknown(shape: Sequence[int | str | None] | None) -> bool:
+    return shape is None or not all(isinstance(size, (int, np.integer)) for size in shape)
+
+
+def _bits(number: float) -> int:
+    (bits,) = struct.unpack("q", struct.pack("d", number))
+    return int(bits)

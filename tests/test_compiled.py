@@ -1,0 +1,408 @@
+"""Compiled kernels: how they are declared, compiled, cached, planned and called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from test_malformed_calls import CASES, Case
+
+import ortgrad
+from ortgrad import nodes
+from ortgrad.compiled import cache, functions, machine_code
+from ortgrad.compiled.source import source_of
+from ortgrad.errors import RegistrationError
+from ortgrad.operators.call import make_call
+from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
+from ortgrad.operators.declaration import Operator, all_operators
+from ortgrad.runtime.evaluate import declared_shapes
+
+pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
+
+COMPILED = [operator for operator in all_operators() if operator.compiled_kernel is not None]
+
+
+def relu_session(**options: Any) -> ortgrad.InferenceSession:
+    session_options = onnxruntime.SessionOptions()
+    for name, value in options.items():
+        setattr(session_options, name, value)
+    model = nodes.make_model(nodes.relu_grad("dY", "X", "dX"))
+    return ortgrad.InferenceSession(model, session_options, kernels="compiled")
+
+
+def arrays(*shape: int, seed: int = 0) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal(shape, dtype=np.float32) for name in ("dY", "X")}
+
+
+def expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    return np.where(feeds["X"] > 0, feeds["dY"], 0)
+
+
+def run_script(text: str, folder: Path, **variables: str) -> str:
+    environment = {**os.environ, "ORTGRAD_CACHE_DIR": str(folder), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SCRIPT = """
+import sys
+import numpy as np, ortgrad
+model = ortgrad.nodes.make_model(ortgrad.nodes.relu_grad("dY", "X", "dX"))
+session = ortgrad.InferenceSession(model, kernels="compiled")
+print(session.run(None, {"dY": np.float32([1, 2]), "X": np.float32([-1, 1])})[0], "numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4), (1 << 17,), (2, 1, 2, 1, 2, 1, 2, 1)], ids=str)
+def test_shapes(shape: tuple[int, ...]) -> None:
+    feeds = arrays(*shape)
+    np.testing.assert_array_equal(relu_session().run(None, feeds)[0], expected(feeds))
+
+
+def test_more_shapes_than_plans() -> None:
+    session = relu_session()
+    for _ in range(2):
+        for size in range(400):
+            feeds = arrays(size, seed=size)
+            np.testing.assert_array_equal(session.run(None, feeds)[0], expected(feeds))
+
+
+def test_more_dimensions_than_compiled_code_reads() -> None:
+    feeds = arrays(*[1] * 9, 3)
+    np.testing.assert_array_equal(relu_session().run(None, feeds)[0], expected(feeds))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_results_do_not_depend_on_threads(threads: int) -> None:
+    generator = np.random.default_rng(0)
+    feeds = {name: generator.standard_normal((257, 1031), dtype=np.float32) for name in ("dY", "Y")}
+    model = nodes.make_model(nodes.softmax_grad_13("dY", "Y", "dX"))
+    options = [onnxruntime.SessionOptions() for _ in range(2)]
+    options[0].intra_op_num_threads, options[1].intra_op_num_threads = 1, threads
+    one, other = (
+        ortgrad.InferenceSession(model, each, kernels="compiled").run(None, feeds)[0] for each in options
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+def test_several_threads_run_one_session() -> None:
+    session, failures = relu_session(), []
+
+    def work(seed: int) -> None:
+        for size in range(1, 60):
+            feeds = arrays(size * 7, seed=seed)
+            if not np.array_equal(session.run(None, feeds)[0], expected(feeds)):
+                failures.append((seed, size))
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+def test_failures_have_the_same_text_as_those_of_the_numpy_kernel() -> None:
+    feeds = {"dY": np.zeros((2, 3), np.float32), "X": np.zeros((3, 2), np.float32)}
+    model = nodes.make_model(nodes.relu_grad("dY", "X", "dX"))
+    texts = []
+    for kernels in ("compiled", "python"):
+        session = ortgrad.InferenceSession(model, kernels=kernels)
+        for _ in range(2):
+            with pytest.raises(ortgrad.KernelError) as caught:
+                session.run(None, feeds)
+            texts.append(str(caught.value))
+        good = arrays(2, 3)
+        np.testing.assert_array_equal(session.run(None, good)[0], expected(good))
+    assert len(set(texts)) == 1
+
+
+def test_a_registered_session_runs_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    operator = next(op for op in COMPILED if op.name == "ReluGrad")
+    monkeypatch.setattr(operator, "kernel", lambda *_, **__: calls.append(1))
+    options = onnxruntime.SessionOptions()
+    ortgrad.register(options)
+    model = nodes.make_model(nodes.relu_grad("dY", "X", "dX"))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    feeds = arrays(7)
+    np.testing.assert_array_equal(session.run(None, feeds)[0], expected(feeds))
+    assert not calls
+
+
+def test_kernels_come_from_the_cache_without_numba(tmp_path: Path) -> None:
+    assert run_script(SCRIPT, tmp_path) == "[0. 2.] True\n"
+    assert len(list(tmp_path.iterdir())) == 3
+    assert run_script(SCRIPT, tmp_path) == "[0. 2.] False\n"
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 40, None], ids=["empty", "other", "truncated"])
+def test_damaged_files_are_compiled_again(tmp_path: Path, damage: bytes | None) -> None:
+    run_script(SCRIPT, tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
+    assert run_script(SCRIPT, tmp_path) == "[0. 2.] True\n"
+    assert run_script(SCRIPT, tmp_path) == "[0. 2.] False\n"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run_script(SCRIPT, file / "folder") == "[0. 2.] True\n"
+
+
+def test_several_processes_at_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "ORTGRAD_CACHE_DIR": str(tmp_path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    assert [each.communicate()[0].split()[:2] for each in running] == [[b"[0.", b"2.]"]] * 3
+    assert all(path.suffix == ".o" for path in tmp_path.iterdir())
+
+
+def test_a_changed_kernel_has_another_source() -> None:
+    def first(dy: float, x: float) -> float:
+        return dy * x * FACTOR
+
+    def second(dy: float, x: float) -> float:
+        return dy + x * FACTOR
+
+    sources = {repr(source_of(CompiledKernel(f, 3), ["float32"] * 3)) for f in (first, second)}
+    assert len(sources) == 2
+    global FACTOR
+    FACTOR = 3.0
+    try:
+        sources.add(repr(source_of(CompiledKernel(first, 3), ["float32"] * 3)))
+    finally:
+        FACTOR = 2.0
+    assert len(sources) == 3
+
+
+FACTOR = 2.0
+
+
+def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTGRAD_CACHE_DIR", str(tmp_path / "a" / "b"))
+    assert cache.read("key") is None
+    cache.write("key", b"code")
+    assert cache.read("key") == b"code"
+    assert cache.read("other") is None
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(machine_code, "is_installed", lambda: False)
+    yield
+
+
+def test_without_numba_compiled_is_auto(without_numba: None) -> None:
+    model = nodes.make_model(nodes.relu_grad("dY", "X", "dX"))
+    prepared = ortgrad.prepare(model, kernels="compiled")
+    assert [node.op_type for node in prepared.graph.node] == [
+        node.op_type for node in ortgrad.prepare(model, kernels="auto").graph.node
+    ]
+    assert "ReluGrad" not in {node.op_type for node in prepared.graph.node}
+
+
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_exp(element: str) -> None:
+    from ortgrad.compiled import compiler
+
+    def function(x: float, y: float) -> float:
+        return functions_exp(x) + y * 0.0
+
+    source = source_of(CompiledKernel(function, 3), [element] * 3)
+    compiled = compiler.compile_function(source.phases[0], element, {"contract"})
+    limits = {"float32": 104.0, "float64": 746.0}[element]
+    x = np.linspace(-limits, limits, 20001).astype(element)
+    actual = np.array([compiled(value, value.dtype.type(1)) for value in x])
+    with np.errstate(over="ignore", under="ignore"):
+        exact = np.exp(x.astype(np.longdouble))
+        rounded = exact.astype(element)
+    finite = np.isfinite(rounded) & (rounded > np.finfo(element).tiny)
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(rounded))
+    error = np.abs(actual[finite].astype(np.longdouble) / exact[finite] - 1)
+    assert error.max() < 2 * np.finfo(element).eps
+    assert np.all(actual[~finite & np.isfinite(rounded)] <= np.finfo(element).tiny * (1 + 1e-6))
+    assert np.isnan(compiled(x.dtype.type(np.nan), x.dtype.type(1)))
+    assert compiled(x.dtype.type(-np.inf), x.dtype.type(1)) == 0
+
+
+functions_exp = functions.exp
+
+
+@pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
+def test_numbers_of_a_kernel_are_attributes_or_planned(operator: Operator) -> None:
+    kernel = operator.compiled_kernel
+    assert kernel is not None
+    if kernel.plan is None:
+        assert set(kernel.numbers) <= set(operator.attributes)
+
+
+def test_declarations_that_do_not_fit_are_refused() -> None:
+    def element(dy: float) -> float:
+        return dy
+
+    with pytest.raises(RegistrationError, match="must take 2 parameters"):
+        CompiledKernel(element, 3)
+    with pytest.raises(RegistrationError, match="view for every input"):
+        CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
+
+
+def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
+    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
+    from ortgrad.compiled import compiler
+
+    kernel = operator.compiled_kernel
+    assert kernel is not None
+    given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
+    wanted = [not case.outputs or parameter.name in case.outputs for parameter in operator.outputs]
+    call = make_call(operator, "node", case.attributes, [a is not None for a in given], wanted)
+    feed = [np.zeros(0, np.float32) if array is None else array for array in given]
+    shapes = [
+        shape if want else None for shape, want in zip(declared_shapes(call, feed), wanted, strict=True)
+    ]
+    planned: Plan | None = elementwise_plan(feed[0].shape)
+    if kernel.plan is not None:
+        known = [None if array is None else array.shape for array in given]
+        planned = kernel.plan(*known, *shapes, **call.attributes)
+    assert planned is not None
+    dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
+    outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
+    source = source_of(kernel, [*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)])
+    phases = [
+        compiler.compile_function(function, dtype.name, {"contract", "reassoc", "nsz"}, checked=True)
+        for function in source.phases
+    ]
+    numbers = {**call.attributes, **planned.numbers}
+    values = [
+        np.array(numbers[name], np.int64)
+        if kind == "array"
+        else dtype.type(numbers[name])
+        if kind == "float"
+        else int(numbers[name])
+        for name, kind in kernel.numbers.items()
+    ]
+    if kernel.elementwise:
+        flat = [array.reshape(-1) for array in feed]
+        for k in range(flat[0].size):
+            outputs[0].reshape(-1)[k] = phases[0](*(array[k] for array in flat), *values)
+        return outputs
+    tensors = [array.view(np.uint8) if array.dtype == bool else array for array in (*feed, *outputs)]
+    views = [array.reshape(shape) for array, shape in zip(tensors, planned.views, strict=True)]
+    scratch = [np.full(shape, np.nan, dtype) for shape in planned.scratch]
+    counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
+    for function, count in zip(phases, counts, strict=True):
+        for task in range(count):
+            assert not function(task, *views, *scratch, *values)
+    return outputs
+
+
+@pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
+def test_no_kernel_reads_or_writes_outside_its_tensors(operator: Operator) -> None:
+    """Numba's checks raise an IndexError; a result that was not written is NaN."""
+    cases = [case for case in CASES if case.op_type == operator.name]
+    assert cases
+    for case in cases:
+        outputs = checked_tasks(operator, case)
+        given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
+        results = operator(*given, **case.attributes)
+        expected = results if isinstance(results, tuple) else (results,)
+        for actual, right in zip(outputs, expected, strict=True):
+            if actual.size:
+                np.testing.assert_allclose(actual, right, rtol=2e-5, atol=1e-5, err_msg=case.name)
+
+
+def test_plans() -> None:
+    assert elementwise_plan((2, 3)) == Plan(6, [], work=18)
+
+
+def test_kernels_of_ones_own(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text('''
+import numpy as np
+import ortgrad
+from ortgrad.operators.compiled import Plan
+
+
+@ortgrad.operator("CubeGrad", domain="my.domain", inputs=["dY", "X"], outputs=["dX"], shapes="X")
+def cube_grad(dy, x):
+    """dX = 3 dY X^2"""
+    raise AssertionError("the compiled kernel should run")
+
+
+@cube_grad.compiled
+def cube_grad_element(dy: float, x: float) -> float:
+    return 3.0 * dy * x * x
+
+
+@ortgrad.operator(
+    "RowSum", domain="my.domain", inputs=["X"], outputs=["Y"], dims={"X": "N C"},
+    shapes=lambda x, scale: [x.shape and x.shape[:1]], attributes={"scale": 2.0},
+)
+def row_sum(x, *, scale):
+    raise AssertionError("the compiled kernel should run")
+
+
+@row_sum.compiled(views=[2, 1], plan=lambda x, y, *, scale: Plan(x[0], [x, y]))
+def row_sum_of_row(row: int, x: np.ndarray, y: np.ndarray, scale: float) -> None:
+    total = 0.0
+    for k in range(x.shape[1]):
+        total += x[row, k]
+    y[row] = total * scale
+
+
+@ortgrad.operator("Broken", domain="my.domain", inputs=["dY", "X"], outputs=["dX"], shapes="X")
+def broken(dy, x):
+    return dy
+
+
+@broken.compiled
+def broken_element(dy: float, x: float) -> float:
+    return missing_function(dy, x)
+
+
+for dtype in ("float32", "float64"):
+    x = np.arange(6, dtype=dtype).reshape(2, 3)
+    model = ortgrad.nodes.make_model(ortgrad.nodes.cube_grad("dY", "X", "dX"), dtype=dtype)
+    session = ortgrad.InferenceSession(model, kernels="compiled")
+    np.testing.assert_array_equal(session.run(None, {"dY": x, "X": x})[0], 3 * x**3)
+    model = ortgrad.nodes.make_model(ortgrad.nodes.row_sum("X", "Y", scale=0.5), dtype=dtype)
+    session = ortgrad.InferenceSession(model, kernels="compiled")
+    np.testing.assert_array_equal(session.run(None, {"X": x})[0], x.sum(1) / 2)
+session = ortgrad.InferenceSession(ortgrad.nodes.make_model(ortgrad.nodes.broken("dY", "X", "dX")))
+try:
+    session.run(None, {"dY": np.ones(2, np.float32), "X": np.ones(2, np.float32)})
+except ortgrad.KernelError as error:
+    print("Numba" in str(error))
+''')
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
+def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:
+    shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, 3, 3]}
+    node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[1, 1, 1, 1])
+    both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
+    kept = {
+        kernels: {n.op_type for n in ortgrad.prepare(both, kernels=kernels).graph.node}
+        for kernels in ("auto", "compiled")
+    }
+    assert "ReluGrad" in kept["auto"] & kept["compiled"]
+    assert "ConvGrad" in kept["compiled"] - kept["auto"]
