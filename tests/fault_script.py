@@ -28,7 +28,9 @@ FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
 BAD = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1])}
 if WAY != "planning":
     # Where there is a compiled kernel, Python runs only for new shapes.
-    find_operator("ReluGrad").compiled_kernel = None  # type: ignore[union-attr]
+    relu_grad = find_operator("ReluGrad")
+    assert relu_grad is not None
+    relu_grad.compiled_kernel = None
 # The functions in which native code enters Python.
 ENTRANCES = {native._Kernel._run_once.__code__, native._creation.__code__}
 
