@@ -85,8 +85,9 @@ class CompiledKernel:
     first: Callable[..., Any] | None = None
     # The number of dimensions of every scratch tensor.
     scratch: tuple[int, ...] = ()
-    # Whether it was measured to be the fastest way.
-    auto: bool = True
+    # Whether it was measured to be the fastest way; or a function that tells it for a node, given the shapes
+    # of the inputs as far as they are known, and the attributes as keywords.
+    auto: bool | Callable[..., bool] = True
 
     def __post_init__(self) -> None:
         found = len(inspect.signature(self.function).parameters)

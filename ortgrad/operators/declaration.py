@@ -182,7 +182,7 @@ class Operator:
         plan: Planner | None = None,
         first: Kernel | None = None,
         scratch: Sequence[int] = (),
-        auto: bool = True,
+        auto: bool | Callable[..., bool] = True,
     ) -> Callable[[Function], Function]: ...
 
     def compiled(
@@ -193,14 +193,15 @@ class Operator:
         plan: Planner | None = None,
         first: Kernel | None = None,
         scratch: Sequence[int] = (),
-        auto: bool = True,
+        auto: bool | Callable[..., bool] = True,
     ) -> Function | Callable[[Function], Function]:
         """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
 
         Without arguments, the function computes one element. Otherwise it performs one task on views of the
         tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
         `first` performs tasks before those, and `scratch` gives the dimensions of tensors for the results.
-        `auto` says whether kernels="auto" uses it.
+        `auto` says whether kernels="auto" uses it; it may be a function of the inputs' shapes, as far as they
+        are known (None for a size or a shape that is not), and of the attributes, as keywords.
         """
         if self.compiled_kernel is not None:
             raise RegistrationError(f"{self.name} has a compiled kernel already")

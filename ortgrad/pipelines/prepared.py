@@ -9,14 +9,19 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.compiled import machine_code
+from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.serialization import read, write
 from ortgrad.operators.call import EMPTY_PREFIX
+from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inline import inline
-from ortgrad.pipelines.opening import OPENING, run
+from ortgrad.pipelines.opening import OPENING, Pass, run
+
+# Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
+FOR_COMPILED: tuple[Pass, ...] = ()
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
@@ -26,6 +31,8 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     if bodies:
         infer_types(model)
         model = attach(model)
+    elif kernels in ("auto", "compiled") and machine_code.is_installed():
+        model = run(model, *FOR_COMPILED)
     prepared = write(model, source)
     # onnx-ir drops training_info.
     prepared.training_info.extend(source.training_info)
@@ -34,16 +41,34 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
 
 def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
     def choose(node: ir.Node, operator: Operator) -> bool:
-        compiled = operator.compiled_kernel if machine_code.is_installed() else None
-        runs_compiled = compiled is not None and (compiled.auto or kernels == "compiled")
-        by_body = operator.body and operator.auto == "onnx" and not runs_compiled
-        if kernels == "onnx" or (kernels != "python" and by_body):
+        if kernels == "onnx" or (kernels != "python" and _runs_body(node, operator, kernels)):
             return True
         # onnxruntime-extensions refuses these element types, even beside a function body.
         types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype]
         return any(t.numpy().name not in PYTHON_TYPES for t in types)
 
     return choose
+
+
+def _runs_body(node: ir.Node, operator: Operator, kernels: str) -> bool:
+    """Return whether a node's body is the best way to run it that `kernels` allows."""
+    compiled = operator.compiled_kernel if machine_code.is_installed() else None
+    if compiled is not None and (kernels == "compiled" or _is_fastest(compiled, node, operator)):
+        return False
+    return operator.body is not None and operator.auto == "onnx"
+
+
+def _is_fastest(compiled: CompiledKernel, node: ir.Node, operator: Operator) -> bool:
+    if not callable(compiled.auto):
+        return compiled.auto
+    return compiled.auto(*map(_known_shape, node.inputs), **call_of(node, operator).attributes)
+
+
+def _known_shape(value: ir.Value | None) -> tuple[int | None, ...] | None:
+    """Return the shape of an input; None stands for a size, or a number of dimensions, that is not known."""
+    if value is None or value.shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
 
 
 def _holds_gradients(function: ir.Function) -> bool:
