@@ -11,16 +11,8 @@ import numpy as np
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.ops import _layer_kernels
 from ortgrad.ops._kernels import blockwise
-from ortgrad.ops._layer_kernels import (
-    invertible_layer_grad_rows,
-    layer_grad_columns,
-    layer_grad_rows,
-    layer_plan,
-    simplified_layer_grad_columns,
-    simplified_layer_grad_rows,
-    simplified_plan,
-)
 from ortgrad.ops._normalization import Axes, axes_from, count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, is_double, widened
 
@@ -207,14 +199,23 @@ def invertible_layer_normalization_grad_body(
 
 
 layer_normalization_grad.compiled(
-    views=[2, 2, 1, 1, 1, 2, 1, 1], plan=layer_plan, first=layer_grad_rows, scratch=[2, 2]
-)(layer_grad_columns)
+    views=[2, 2, 1, 1, 1, 2, 1, 1],
+    plan=_layer_kernels.layer_plan,
+    first=_layer_kernels.layer_grad_rows,
+    scratch=[2, 2],
+)(_layer_kernels.layer_grad_columns)
 simplified_layer_normalization_grad.compiled(
-    views=[2, 2, 1, 1, 2, 1], plan=simplified_plan, first=simplified_layer_grad_rows, scratch=[2]
-)(simplified_layer_grad_columns)
+    views=[2, 2, 1, 1, 2, 1],
+    plan=_layer_kernels.simplified_plan,
+    first=_layer_kernels.simplified_layer_grad_rows,
+    scratch=[2],
+)(_layer_kernels.simplified_layer_grad_columns)
 invertible_layer_normalization_grad.compiled(
-    views=[2, 2, 1, 1, 1, 2, 1, 1], plan=layer_plan, first=invertible_layer_grad_rows, scratch=[2, 2]
-)(layer_grad_columns)
+    views=[2, 2, 1, 1, 1, 2, 1, 1],
+    plan=_layer_kernels.layer_plan,
+    first=_layer_kernels.invertible_layer_grad_rows,
+    scratch=[2, 2],
+)(_layer_kernels.layer_grad_columns)
 
 
 def _rows(array: np.ndarray, axis: int) -> np.ndarray:
