@@ -115,10 +115,13 @@ def gather_elements_plan(dy: _Shape, shape: _Shape, indices: _Shape, dx: _Shape,
     below = math.prod(dx[axis + 1 :])
     groups = groups_of(inner)
     view = outer, count, inner
+    # If dY is as large as dX along the other axes, each task sets its own part to 0 before it adds to it.
+    whole = dy[:axis] == dx[:axis] and dy[axis + 1 :] == dx[axis + 1 :]
     return Plan(
-        (-(-math.prod(dx) // _ZEROS), outer * groups),
+        (0 if whole else -(-math.prod(dx) // _ZEROS), outer * groups),
         [view, shape, view, (math.prod(dx),)],
         {
+            "whole": whole,
             "groups": groups,
             "length": dx[axis],
             "below": below,
@@ -138,6 +141,7 @@ def gather_elements_grad_clear(
     shape: np.ndarray,
     indices: np.ndarray,
     dx: np.ndarray,
+    whole: int,
     groups: int,
     length: int,
     below: int,
@@ -155,6 +159,7 @@ def gather_elements_grad_part(
     shape: np.ndarray,
     indices: np.ndarray,
     dx: np.ndarray,
+    whole: int,
     groups: int,
     length: int,
     below: int,
@@ -164,9 +169,15 @@ def gather_elements_grad_part(
     inner_strides: np.ndarray,
 ) -> bool:
     i, first = task // groups, task % groups * SUMS
+    last = min(first + SUMS, dy.shape[2])
     start = _place(i, outer_sizes, outer_strides)
+    if whole and groups == 1:
+        _clear(dx[start : start + length * below])
+    elif whole:
+        for row in range(length):
+            _clear(dx[start + row * below + first : start + row * below + last])
     for k in range(dy.shape[1]):
-        for j in range(first, min(first + SUMS, dy.shape[2])):
+        for j in range(first, last):
             row = int(indices[i, k, j])
             if row < 0:
                 row += length
