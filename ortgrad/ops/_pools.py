@@ -1,4 +1,4 @@
-"""Gradients of pools for Numba. Every task owns its part of dX, so windows that overlap do not meet."""
+"""Pools and their gradients for Numba. Every task owns its part of dX: overlapping windows do not meet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from ortgrad.operators.compiled import Plan
 from ortgrad.ops._strips import (
     CHANNELS,
     EVERYWHERE,
+    HEAD,
     OUTPUT,
     PITCH,
     REACH,
+    ROWS,
+    SIZE,
+    STRIDE,
     STRIPS,
     boxes_of,
     clear,
+    fill_boxes,
     size_of_rows,
     task_channels,
     task_strip,
@@ -28,6 +33,10 @@ from ortgrad.ops._windows import Windows
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
+
+# Places in X are kept as floating-point numbers, so that a vector has as many of them as of values.
+_MOST_PLACES = 1 << 24
+_LEAST = -math.inf
 
 
 def plan_max(dy: Sizes, x: Sizes, column_major: bool, may_be_blank: bool) -> Plan | None:
@@ -228,3 +237,120 @@ def _embed_quotients(
                 for k in range(len(line)):
                     line[k] += values[k] / divisors[k]
         fresh = False
+
+
+def plan_max_pool(x: Sizes, y: Sizes, win: Windows) -> Plan | None:
+    """Return the plan of MaxPool with indices, for windows without dilations."""
+    if win.rank > 3 or not math.prod(x) or not math.prod(y) or math.prod(win.sizes) > _MOST_PLACES:
+        return None
+    deep = win.rank == 3
+    flat = Windows(*(numbers[1:] if deep else numbers for numbers in _fields(win)))
+    depth, outputs = (win.sizes[0], win.outputs[0]) if deep else (1, 1)
+    planes = math.prod(x[:2])
+    boxes = boxes_of(flat, planes * outputs, 1, False)
+    # Of equal elements the first one counts, so taps are in the order of the elements.
+    taps = sorted(range(len(boxes.taps)), key=boxes.taps.__getitem__)
+    height, width = flat.kernel if flat.rank == 2 else (1, *flat.kernel)
+    layers = planes * outputs, math.prod(flat.outputs)
+    return Plan(
+        tasks=-(-layers[0] // boxes.geometry[CHANNELS]) * boxes.geometry[STRIPS],
+        views=[(planes, depth, math.prod(flat.sizes)), layers, layers],
+        numbers={
+            "geometry": boxes.geometry,
+            "lines": boxes.lines,
+            "edges": boxes.edges,
+            "starts": [boxes.starts[t] for t in taps],
+            "offsets": [i * flat.sizes[-1] + j for i in range(height) for j in range(width)],
+            "depths": [outputs, win.kernel[0], win.strides[0], win.heads[0]] if deep else [1, 1, 1, 0],
+        },
+        work=math.prod(y) * math.prod(win.kernel),
+    )
+
+
+def max_pool_strip(
+    task: int,
+    x: np.ndarray,
+    y: np.ndarray,
+    indices: np.ndarray,
+    geometry: np.ndarray,
+    lines: np.ndarray,
+    edges: np.ndarray,
+    starts: np.ndarray,
+    offsets: np.ndarray,
+    depths: np.ndarray,
+) -> bool:
+    """Compute a strip of the maxima of one channel, or of some, and where they are in X.
+
+    As in onnxruntime, the maximum is the first element of the window until a later one is larger. So it is
+    NaN only if the first one is.
+    """
+    _, first, last, strip = task_channels(task, geometry, y.shape[0])
+    pitch, width, step = geometry[PITCH], geometry[OUTPUT + 1], geometry[STRIDE + 1]
+    top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT], width)
+    size = len(lines) * len(edges) * (geometry[ROWS] + geometry[REACH]) * pitch + SLACK
+    count = rows * pitch
+    memory = allocate(size + 2 * count + len(offsets) + size_of_rows(geometry))
+    if len(memory) == 0:
+        return True
+    boxes, best = memory[:size], memory[size : size + count]
+    places = memory[size + count : size + 2 * count]
+    numbers = memory[size + 2 * count : size + 2 * count + len(offsets)]
+    padded = memory[size + 2 * count + len(offsets) :]
+    for channel in range(first, last):
+        plane, output = channel // depths[0], channel % depths[0]
+        begin, fresh = output * depths[2] - depths[3], True
+        for layer in range(max(0, begin), min(x.shape[1], begin + depths[1])):
+            values = x[plane, layer]
+            fill_boxes(boxes, padded, values, top, left, geometry, lines, edges, _LEAST)
+            for t in range(len(offsets)):
+                numbers[t] = offsets[t] + layer * x.shape[2]
+            if fresh:
+                line, number = boxes[starts[0] :], numbers[0]
+                for k in range(count):
+                    best[k] = line[k]
+                    places[k] = number
+                _start_inside(best, places, values, number, top, left, rows, columns, geometry)
+            for t in range(1 if fresh else 0, len(offsets)):
+                line, number = boxes[starts[t] :], numbers[t]
+                for k in range(count):
+                    # Without branches, so that the loop is vectorized.
+                    value, largest, place = line[k], best[k], places[k]
+                    best[k] = value if value > largest else largest
+                    places[k] = number if value > largest else place
+            fresh = False
+        for row in range(rows):
+            start = (top + row) * width + left
+            copy(y[channel, start:], best[row * pitch : row * pitch + columns])
+            to, of = indices[channel, start : start + columns], places[row * pitch : row * pitch + columns]
+            line_start = (top + row) * geometry[STRIDE] - geometry[HEAD]
+            origin = plane * x.shape[1] * x.shape[2] + line_start * geometry[SIZE + 1]
+            origin += left * step - geometry[HEAD + 1]
+            for k in range(columns):
+                to[k] = origin + k * step + int(of[k])
+    release(memory)
+    return False
+
+
+def _start_inside(
+    best: np.ndarray,
+    places: np.ndarray,
+    values: np.ndarray,
+    number: float,
+    top: int,
+    left: int,
+    rows: int,
+    columns: int,
+    geometry: np.ndarray,
+) -> None:
+    """Begin with the first element of the window that is not padding, if that of the first tap is."""
+    pitch, width = geometry[PITCH], geometry[SIZE + 1]
+    for row in range(rows):
+        a = (top + row) * geometry[STRIDE] - geometry[HEAD]
+        for column in range(columns):
+            b = (left + column) * geometry[STRIDE + 1] - geometry[HEAD + 1]
+            if a >= 0 and b >= 0:
+                break
+            place = max(a, 0) * width + max(b, 0)
+            best[row * pitch + column] = values[place]
+            # `number` is the place of the first tap, which is counted from the start of the window.
+            places[row * pitch + column] = number + (place - a * width - b)

@@ -112,8 +112,9 @@ def fill_boxes(
     geometry: np.ndarray,
     lines: np.ndarray,
     edges: np.ndarray,
+    padding: float,
 ) -> None:
-    """Copy the rows that a strip of outputs reads into the boxes of all parts, with zeros for the padding."""
+    """Copy the rows that a strip of outputs reads into the boxes of all parts."""
     pitch, width, step = geometry[PITCH], geometry[SIZE + 1], geometry[STRIDE + 1]
     count = geometry[ROWS] + geometry[REACH]
     # What the padded rows hold of X, and where that is.
@@ -127,7 +128,7 @@ def fill_boxes(
         first = (i * len(edges)) * count * pitch
         box = boxes[first : first + count * pitch] if step == 1 else padded[: count * pitch * step]
         for k in range(len(box)):
-            box[k] = 0.0
+            box[k] = padding
         for row in range(count if low < high else 0):
             a = (top + row) * geometry[STRIDE] + lines[i] - geometry[HEAD]
             if a >= 0 and a < geometry[SIZE]:

@@ -121,7 +121,7 @@ def convolve_strip(
     width = geometry[OUTPUT + 1]
     for channel in range(first, last):
         fill_boxes(
-            memory[:boxes], weights[len(taps) :], x[sample, channel], top, left, geometry, lines, edges
+            memory[:boxes], weights[len(taps) :], x[sample, channel], top, left, geometry, lines, edges, 0.0
         )
         for m in range(channel * geometry[FILTERS], (channel + 1) * geometry[FILTERS]):
             for t in range(len(taps)):
@@ -176,7 +176,7 @@ def differentiate_strip(
             into = embedded[i * length : (i + 1) * length]
             embed(into, dy[sample, channel * filters + i], top, left, rows, geometry)
         if wanted & 2:
-            fill_boxes(memory[:boxes], padded, x[sample, channel], top, left, geometry, lines, edges)
+            fill_boxes(memory[:boxes], padded, x[sample, channel], top, left, geometry, lines, edges, 0.0)
         for i in range(filters if wanted > 1 else 0):
             begin = i * length + reach * pitch + lead
             values = embedded[begin : begin + (count + _VECTOR - 1) // _VECTOR * _VECTOR]
