@@ -51,6 +51,21 @@ class KernelError(OrtgradError, RuntimeError):
         return type(self), (self.node, self.operator, self.inputs, self.reason)
 
 
+class TrainingError(OrtgradError, RuntimeError):
+    """A training step, or what is needed for one, is not possible."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be read or written: damaged, of another version, or of another kind."""
+
+
+class CheckpointFileError(OSError, CheckpointError):
+    """The file of a checkpoint cannot be opened, read or written; `errno` says why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 def unknown_rank(what: str) -> str:
     """Return the text of an error about a value whose number of dimensions is needed, but not known."""
     return (
