@@ -55,6 +55,17 @@ class TrainingError(OrtgradError, RuntimeError):
     """A training step, or what is needed for one, is not possible."""
 
 
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be read or written: damaged, of another version, or of another kind."""
+
+
+class CheckpointFileError(OSError, CheckpointError):
+    """The file of a checkpoint cannot be opened, read or written; `errno` says why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class TrainingModelError(TrainingError, ModelError):
     """A model cannot be trained as asked: a wrong name, a loss that is not a scalar, an invalid graph."""
 
