@@ -263,9 +263,7 @@ class LabelEncoder(Block):
     def build(self, label_encoder_input_name: str) -> str:
         output = generate_graph_name("label_encoder.output")
         inputs = [label_encoder_input_name]
-        return add_node(
-            self.base, "LabelEncoder", inputs, [output], domain="ai.onnx.ml", **self._attributes
-        )
+        return add_node(self.base, "LabelEncoder", inputs, [output], domain="ai.onnx.ml", **self._attributes)
 
 
 class Cast(Block):
@@ -303,7 +301,7 @@ class Linear(Block):
     def _add_random(self, token: str, shape: tuple[int, ...]) -> str:
         name = generate_graph_name(token)
         # NumPy's global generator, so that np.random.seed makes the values reproducible.
-        values = np.random.randn(*shape).astype(np.float32)  # noqa: NPY002
+        values = np.random.randn(*shape).astype(np.float32)
         self.base.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
         return name
 

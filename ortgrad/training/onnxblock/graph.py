@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from typing import Any
 
 import onnx
 from onnx import TensorProto
@@ -30,7 +30,7 @@ def add_node(
     outputs: list[str],
     *,
     domain: str = "",
-    **attributes: object,
+    **attributes: Any,
 ) -> str:
     """Append a node with a generated name to the model and return the name of its first output."""
     node = onnx.helper.make_node(
@@ -45,9 +45,8 @@ def add_node(
 def exists(model: onnx.ModelProto, name: str) -> bool:
     """Return whether the main graph has a value of this name."""
     graph = model.graph
-    return (
-        any(value.name == name for value in (*graph.input, *graph.initializer))
-        or any(name in node.input or name in node.output for node in graph.node)
+    return any(value.name == name for value in (*graph.input, *graph.initializer)) or any(
+        name in node.input or name in node.output for node in graph.node
     )
 
 
@@ -151,6 +150,6 @@ def register_outputs(model: onnx.ModelProto, names: str | tuple[str, ...] | list
     graph.output.extend(outputs)
 
 
-def names_of(output: str | tuple[str, ...] | list[str]) -> Iterator[str]:
-    """Yield the names that a block's build method returned."""
-    yield from [output] if isinstance(output, str) else output
+def first(output: str | tuple[str, ...] | list[str]) -> str:
+    """Return the first of the names that a block's build method returned."""
+    return output if isinstance(output, str) else output[0]

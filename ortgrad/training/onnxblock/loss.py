@@ -135,7 +135,9 @@ class CrossEntropyLoss(blocks.Block):
         if self._weight is not None:
             inputs.append(_add_array(model, "celoss.weight", self._weight, found.elem_type))
         outputs = [generate_graph_name("loss"), generate_graph_name("log_prob")]
-        attributes = {} if self._ignore_index is None else {"ignore_index": self._ignore_index}
+        attributes: dict[str, Any] = (
+            {} if self._ignore_index is None else {"ignore_index": self._ignore_index}
+        )
         return add_node(
             model, "SoftmaxCrossEntropyLoss", inputs, outputs, reduction=self._reduction, **attributes
         )
