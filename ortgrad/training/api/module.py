@@ -15,7 +15,7 @@ from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.training import graphs
 from ortgrad.training.api.checkpoint_state import CheckpointState
 from ortgrad.training.inference import save_inference_model
-from ortgrad.training.models import RESET
+from ortgrad.training.models import ACCUMULATOR, RESET
 from ortgrad.training.sessions import BoundSession, read_model
 
 _NOMINAL = "the checkpoint is nominal. Please load the model parameters first."
@@ -112,7 +112,7 @@ class Module:
     def _check_parameters(self) -> None:
         """Raise TrainingModelError if training model and checkpoint do not belong together."""
         state = self._state._state
-        accumulated = {node.input[0] for node in self._model.graph.node if node.op_type == graphs.ACCUMULATOR}
+        accumulated = {node.input[0] for node in self._model.graph.node if node.op_type == ACCUMULATOR}
         for name in state.trainable.arrays:
             if name not in self._inputs:
                 raise TrainingModelError(
@@ -121,7 +121,7 @@ class Module:
             if not any(f"{name}{suffix}" in accumulated for suffix in graphs.GRADIENT_SUFFIXES):
                 raise TrainingModelError(
                     f"Gradient buffer input not provided for param: {name}. The training model has no "
-                    f"{graphs.ACCUMULATOR} for it"
+                    f"{ACCUMULATOR} for it"
                 )
 
     def _make_train_session(self) -> BoundSession:
