@@ -12,8 +12,8 @@ from ortgrad.errors import TrainingError
 from ortgrad.graph.protos import copy_of
 from ortgrad.operators.declaration import DOMAIN
 
-# The newest IR version that onnxruntime-training 1.19.2 reads.
-NEWEST_IR_VERSION = 10
+# The newest versions that onnxruntime-training 1.19.2 reads.
+NEWEST_OPSET, NEWEST_IR_VERSION = 21, 10
 
 
 class ModelAccessor:
@@ -70,7 +70,7 @@ def base(model: onnx.ModelProto, model_path: str | None = None) -> Iterator[Mode
 
 @contextmanager
 def empty_base(opset_version: int | None = None) -> Iterator[ModelAccessor]:
-    """Within this context, blocks build on an empty model; the default opset is onnx's newest.
+    """Within this context, blocks build on an empty model; the default opset is 21.
 
     >>> from ortgrad.training import onnxblock
     >>> with onnxblock.empty_base(opset_version=17) as accessor:
@@ -83,7 +83,7 @@ def empty_base(opset_version: int | None = None) -> Iterator[ModelAccessor]:
         producer_name="ortgrad",
         opset_import=[
             onnx.helper.make_opsetid(DOMAIN, 1),
-            onnx.helper.make_opsetid("", opset_version or onnx.defs.onnx_opset_version()),
+            onnx.helper.make_opsetid("", opset_version or min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)),
         ],
     )
     model.graph.name = "graph"
