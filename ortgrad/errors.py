@@ -74,6 +74,12 @@ class NoParametersError(TrainingError, IndexError):
     """An optimizer is asked for, but there is no parameter to train."""
 
 
+class ParameterNotFoundError(OrtgradError, KeyError):
+    """There is no parameter or property of this name."""
+
+    __str__ = Exception.__str__
+
+
 class ArgumentTypeError(OrtgradError, TypeError):
     """An argument has a type that is not accepted."""
 

@@ -19,6 +19,11 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def sqrt(x: float) -> float:
+    """Return the square root, NaN for a negative number."""
+    return math.sqrt(x) if x >= 0 else math.nan
+
+
 def double(x: float) -> float:
     """Return a number in double precision, for sums."""
     return float(x)
@@ -66,6 +71,7 @@ SLACK = 64
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
     "power_of_two": power_of_two,
+    "sqrt": sqrt,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,

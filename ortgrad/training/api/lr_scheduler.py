@@ -1,0 +1,40 @@
+"""LinearLRScheduler: a learning rate that rises, then falls."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortgrad.training.api.optimizer import Optimizer
+
+
+class LinearLRScheduler:
+    """A learning rate that rises linearly from 0 to `initial_lr` in the first `warmup_step_count` steps, and
+    then falls linearly, to 0 after `total_step_count` steps.
+
+    Steps are those of the optimizer; `step` sets its learning rate accordingly. The constructor does, too.
+
+    >>> linear_factor(1, 2, 10), linear_factor(2, 2, 10), linear_factor(6, 2, 10), linear_factor(20, 2, 10)
+    (0.5, 1.0, 0.5, 0.0)
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float
+    ) -> None:
+        self._optimizer = optimizer
+        self._warmup, self._total = int(warmup_step_count), int(total_step_count)
+        optimizer._group.initial_rate = float(np.float32(initial_lr))
+        self.step()
+
+    def step(self) -> None:
+        """Set the learning rate for the optimizer's next step."""
+        group = self._optimizer._group
+        self._optimizer.set_learning_rate(
+            group.initial_rate * linear_factor(group.step, self._warmup, self._total)
+        )
+
+
+def linear_factor(step: int, warmup: int, total: int) -> float:
+    """Return the factor of the learning rate after so many steps."""
+    if step < warmup:
+        return step / warmup
+    return max(0.0, (total - step) / max(1, total - warmup))
