@@ -15,6 +15,7 @@ from ortgrad.passes.attach import is_body
 from ortgrad.passes.inline import inline
 from ortgrad.passes.tidy import remove_unused
 from ortgrad.pipelines.opening import OPENING, run
+from ortgrad.training.models import ACCUMULATOR
 
 
 def in_training(source: onnx.ModelProto) -> onnx.ModelProto:
@@ -108,9 +109,9 @@ def _is_training(node: ir.Node) -> bool:
 def _is_fed(value: ir.Value | None) -> bool:
     """Return whether a running statistic comes from an input of the graph, perhaps through other nodes."""
     while value is not None and (node := value.producer()) is not None:
-        if node.op_type != "BatchNormInternal":
+        if node.op_type not in ("BatchNormInternal", ACCUMULATOR):
             return False
-        value = node.inputs[4]
+        value = node.inputs[4 if node.op_type == "BatchNormInternal" else 0]
     return value is not None and value.is_graph_input() and not value.is_initializer()
 
 
@@ -127,9 +128,12 @@ def _correct_variance(model: ir.Model, node: ir.Node, names: Names) -> None:
         others = op.CastLike(op.Max(op.Sub(count, 1), 1), inverse)
         variance = op.Max(op.Reciprocal(inverse * inverse) - epsilon, 0.0)
         more = variance * ((1 - momentum) / others)
-    op.add("InPlaceAccumulatorV2", [running, more], domain=DOMAIN)
-    graph = model.graph
-    graph.insert_after(node, op.nodes)
+    later = list(running.uses())
+    results = op.add(ACCUMULATOR, [running, more], outputs=2 if later else 1, domain=DOMAIN)
+    model.graph.insert_after(node, op.nodes)
+    for use in later:
+        # The node of the same layer, applied again, reads the sum.
+        use.node.replace_input_with(use.idx, results[1])
 
 
 def in_evaluation(source: onnx.ModelProto) -> onnx.ModelProto:

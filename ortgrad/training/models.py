@@ -14,11 +14,10 @@ from ortgrad.errors import ModelError, NameNotFoundError, StoppedGradientWarning
 from ortgrad.graph.loading import judging, load_model
 from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.training.versions import limit_versions
 
 RESET = "lazy_reset_grad"
 ACCUMULATOR = "InPlaceAccumulatorV2"
-# What onnxruntime-training 1.19.2 reads.
-_NEWEST_OPSET, _NEWEST_IR_VERSION = 21, 10
 
 
 def buffer_name(parameter: str) -> str:
@@ -109,7 +108,7 @@ def build_models(
         )
     evaluation = in_evaluation(model)
     evaluation.graph.input.extend(parameters.inputs)
-    _limit_versions(evaluation)
+    limit_versions(evaluation)
     forward = copy_of(model)
     fixed = {tensor.name for tensor in parameters.constants}
     forward.graph.input.extend(value for value in parameters.inputs if value.name not in fixed)
@@ -119,7 +118,7 @@ def build_models(
     except NameNotFoundError as error:
         raise TrainingModelError(str(error)) from error
     _arrange(training, inputs, outputs, wrt)
-    _limit_versions(training)
+    limit_versions(training)
     return training, evaluation
 
 
@@ -205,10 +204,3 @@ def _arrange(
     graph.input.append(helper.make_tensor_value_info(RESET, TensorProto.BOOL, [1]))
     if all(opset.domain != DOMAIN for opset in training.opset_import):
         training.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-
-
-def _limit_versions(model: onnx.ModelProto) -> None:
-    """Lower the IR version to what 1.19.2 reads, if it reads the opset."""
-    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
-    if opset <= _NEWEST_OPSET:
-        model.ir_version = min(model.ir_version, _NEWEST_IR_VERSION)

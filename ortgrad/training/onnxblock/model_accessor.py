@@ -11,9 +11,7 @@ import onnx
 from ortgrad.errors import TrainingError
 from ortgrad.graph.protos import copy_of
 from ortgrad.operators.declaration import DOMAIN
-
-# The newest versions that onnxruntime-training 1.19.2 reads.
-NEWEST_OPSET, NEWEST_IR_VERSION = 21, 10
+from ortgrad.training.versions import NEWEST_IR_VERSION, NEWEST_OPSET
 
 
 class ModelAccessor:

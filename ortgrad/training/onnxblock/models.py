@@ -11,6 +11,7 @@ from ortgrad.errors import TrainingError
 from ortgrad.training.models import build_models, take_parameters
 from ortgrad.training.onnxblock import blocks, graph
 from ortgrad.training.onnxblock.model_accessor import current
+from ortgrad.training.versions import limit_versions
 
 
 class ForwardBlock(blocks.Block):
@@ -49,6 +50,7 @@ class ForwardBlock(blocks.Block):
         output = self.build(*args, **kwargs)
         self._model = self.infer_shapes_on_base()
         graph.register_outputs(self._model, output)
+        limit_versions(self._model)
         accessor.model.CopyFrom(self._model)
         return output
 
