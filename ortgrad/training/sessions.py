@@ -85,8 +85,10 @@ class BoundSession:
                 _check_labels(name, value, self._labels[name])
 
     def run(self, values: Sequence[Any]) -> list[onnxruntime.OrtValue] | list[np.ndarray]:
-        """Run on the user's inputs and return the user's outputs, as arrays if an input is an array."""
-        self.check(values)
+        """Run on the user's inputs, which `check` has accepted.
+
+        Returns the user's outputs, as arrays if an input is an array.
+        """
         as_arrays = any(isinstance(value, np.ndarray) for value in values)
         if any(isinstance(value, np.ndarray) and value.dtype.kind in "USOT" for value in values):
             return self._run_on_strings(values)

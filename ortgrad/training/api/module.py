@@ -186,7 +186,9 @@ class Module:
         return outputs
 
     def _evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
-        return self._require_eval_session().run(values)
+        session = self._require_eval_session()
+        session.check(values)
+        return session.run(values)
 
     def _require_eval_session(self) -> BoundSession:
         if self._eval_session is None:
