@@ -421,6 +421,78 @@ def test_running_statistics_as_onnxruntime_training_writes_them(tmp_path: Path) 
     np.testing.assert_allclose(mean - once, 0.9 * (once - old[0]), rtol=1e-4, atol=1e-6)
 
 
+def test_models_with_external_data(folder: Path, tmp_path: Path) -> None:
+    """Constants that are not parameters stay in the models, and may be in a second file beside them."""
+    model = mlp()
+    artifacts.generate_artifacts(
+        model, requires_grad=["w2"], loss=artifacts.LossType.CrossEntropyLoss, artifact_directory=tmp_path
+    )
+    expected = load(tmp_path)[1](*batch())
+    for name in ("training_model.onnx", "eval_model.onnx"):
+        loaded = onnx.load(tmp_path / name)
+        onnx.save(
+            loaded, tmp_path / name, save_as_external_data=True, location=f"{name}.bin", size_threshold=0
+        )
+    _, module = load(tmp_path)
+    assert module(*batch()) == expected
+    assert module(*batch()) == expected
+    module.export_model_for_inferencing(tmp_path / "m.onnx", ["logits"])
+    assert run(tmp_path / "m.onnx", x=batch()[0])[0].shape == (8, 4)
+
+
+def test_parameters_of_other_types(tmp_path: Path) -> None:
+    """Trained in double precision; frozen ones of any type; scalars, and tensors without elements."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 18]>
+        g (double[N, 3] x) => (double[N, 3] y) <
+            double[3] w = {1, 2, 3}, double scale = {2}, int64[2] shape = {-1, 3}, bool flag = {1},
+            double[0] nothing = {}> {
+            a = Mul (x, w)
+            b = Mul (a, scale)
+            c = Reshape (b, shape)
+            d = Where (flag, c, x)
+            none = ReduceSum <keepdims = 0> (nothing)
+            y = Add (d, none)
+        }"""
+    )
+    artifacts.generate_artifacts(
+        model,
+        requires_grad=["w", "scale"],
+        frozen_params=["shape", "flag", "nothing"],
+        loss=artifacts.LossType.MSELoss,
+        optimizer=artifacts.OptimType.SGD,
+        artifact_directory=tmp_path,
+    )
+    state, module = load(tmp_path)
+    optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
+    optimizer.set_learning_rate(0.5)
+    x = np.array([[1.0, 1, 1]])
+    for _ in range(2):
+        assert module(x, np.zeros((1, 3))) == pytest.approx(4 * 14 / 3)
+    assert_close(np.asarray(state.parameters["scale"].grad), np.array(2 * 2 * 2 * 14 / 3), 1e-12)
+    optimizer.step()
+    assert state.parameters["scale"].data == pytest.approx(2 - 0.5 * 2 * 2 * 2 * 14 / 3)
+    with pytest.raises(TrainingError, match="Only float is supported"):
+        module.get_contiguous_parameters()
+    CheckpointState.save_checkpoint(state, tmp_path / "c", include_optimizer_state=True)
+    again = CheckpointState.load_checkpoint(tmp_path / "c")
+    assert again.parameters["flag"].data.dtype == np.bool_
+
+
+def test_two_modules_on_one_state(folder: Path) -> None:
+    state, module = load(folder)
+    other = Module(folder / "training_model.onnx", state)
+    reference = Torch(state)
+    module(*batch(0))
+    reference.backward(*batch(0))
+    reference.assert_gradients(state)
+    other.lazy_reset_grad()
+    reference = Torch(state)
+    other(*batch(1))
+    reference.backward(*batch(1))
+    reference.assert_gradients(state)
+
+
 # Parameters and properties
 
 

@@ -10,7 +10,7 @@ from ortgrad.training.api.optimizer import Optimizer
 class LinearLRScheduler:
     """A learning rate that rises linearly in the first steps, and then falls linearly.
 
-    It rises from 0 to `initial_lr` in `warmup_step_count` steps and is 0 again after `total_step_count` steps.
+    It rises from 0 to `initial_lr` in `warmup_step_count` steps, and is 0 again after `total_step_count`.
     Steps are those of the optimizer; `step` sets its learning rate accordingly. The constructor does, too.
 
     >>> from ortgrad.training.api.lr_scheduler import linear_factor
