@@ -26,6 +26,7 @@ from ortgrad.errors import (
     CheckpointError,
     ParameterNotFoundError,
     TrainingError,
+    TrainingFileError,
     TrainingModelError,
 )
 from ortgrad.training import artifacts, checkpoint, inference
@@ -966,7 +967,7 @@ def test_export_of_what_is_not_there(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(TrainingError, match=text):
             module.export_model_for_inferencing(tmp_path / "m.onnx", names)
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(TrainingFileError, match="nowhere"):
         module.export_model_for_inferencing(tmp_path / "nowhere" / "m.onnx", ["logits"])
     assert not os.listdir(tmp_path)
 
