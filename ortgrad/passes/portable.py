@@ -34,6 +34,8 @@ _KNOWN = frozenset(
         "TanhGrad",
     ]
 )
+# Of these, nodes may leave out outputs.
+_OPTIONAL_OUTPUTS = frozenset(["ConvGrad"])
 _TYPES = (ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
 
@@ -73,7 +75,9 @@ def _reduce(node: ir.Node, call: Call) -> None:
             node.replace_input_with(i, None)
     for value, wanted in zip(node.outputs, call.wanted, strict=True):
         if not wanted:
-            value.name, value.type, value.shape = "", None, None
+            value.type = value.shape = None
+            if call.operator.name in _OPTIONAL_OUTPUTS:
+                value.name = ""
     while node.inputs and node.inputs[-1] is None:
         node.resize_inputs(len(node.inputs) - 1)
     while len(node.outputs) > 1 and not node.outputs[-1].name:
