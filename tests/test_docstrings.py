@@ -23,6 +23,9 @@ TRAINING = [
     "training.api.Parameter",
     "training.checkpoint.load",
     "training.checkpoint.save",
+    "training.add_loss",
+    "training.export",
+    "training.parameters",
 ]
 SCRIPT = """
 import doctest, importlib, sys
