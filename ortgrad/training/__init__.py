@@ -2,6 +2,20 @@
 
 from ortgrad.training.exporting import export
 from ortgrad.training.losses import add_loss
+from ortgrad.training.optimizers.rules import SGD, Adagrad, AdamW, RMSprop
+from ortgrad.training.results import Result
 from ortgrad.training.selection import parameters
+from ortgrad.training.trainer import Trainer, fit
 
-__all__ = ["add_loss", "export", "parameters"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "AdamW",
+    "RMSprop",
+    "Result",
+    "Trainer",
+    "add_loss",
+    "export",
+    "fit",
+    "parameters",
+]
