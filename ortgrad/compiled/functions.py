@@ -138,3 +138,8 @@ def _exp_double(x: float) -> float:
 
 
 exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+
+
+def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:
+    """Return a * weight_a + b * weight_b, which is infinite if one product is."""
+    return a * weight_a + b * weight_b
