@@ -59,11 +59,15 @@ class CheckpointError(TrainingError):
     """A checkpoint cannot be read or written: damaged, of another version, or of another kind."""
 
 
-class CheckpointFileError(OSError, CheckpointError):
-    """The file of a checkpoint cannot be opened, read or written; `errno` says why."""
+class TrainingFileError(OSError, TrainingError):
+    """A file cannot be opened, read or written; `errno` says why."""
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+class CheckpointFileError(TrainingFileError, CheckpointError):
+    """The file of a checkpoint cannot be opened, read or written; `errno` says why."""
 
 
 class TrainingModelError(TrainingError, ModelError):

@@ -417,6 +417,14 @@ def test_foreign_files_are_named(kind: str, tmp_path: Path) -> None:
         load(tmp_path / "c")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_pipes_and_devices(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            load(path)
+
+
 def test_folders_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="folder"):
         load(tmp_path)

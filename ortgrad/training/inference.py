@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from ortgrad.errors import ModelError, TrainingError, TrainingModelError
+from ortgrad.errors import ModelError, TrainingError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import LARGEST_MESSAGE, load_model
 from ortgrad.graph.protos import all_nodes, copy_of
 from ortgrad.training.checkpoint.state import as_bytes, element_type
@@ -39,7 +39,11 @@ def save_inference_model(
     }
     del model.graph.input[:]
     model.graph.input.extend(fed)
-    save_with_initializers(model, arrays, Path(path))
+    try:
+        save_with_initializers(model, arrays, Path(path))
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror or error}"
+        raise TrainingFileError(error.errno or 0, reason) from error
 
 
 def reduce_to(model: onnx.ModelProto, outputs: Sequence[str]) -> None:

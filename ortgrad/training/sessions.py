@@ -46,6 +46,7 @@ class BoundSession:
             self._session = InferenceSession(model, options)
         except ModelError as error:
             raise TrainingModelError(str(error)) from error
+        self._labels = _labels(model.graph)
         self._declared = {value.name: value for value in self._session.get_inputs()}
         self._binding = self._session.io_binding()
         # The binding does not keep the memory of its values alive.
@@ -80,10 +81,14 @@ class BoundSession:
             )
         for name, value in zip(self.user_inputs, values, strict=True):
             self._check_input(name, value)
+            if name in self._labels:
+                _check_labels(name, value, self._labels[name])
 
     def run(self, values: Sequence[Any]) -> list[onnxruntime.OrtValue] | list[np.ndarray]:
-        """Run on the user's inputs and return the user's outputs, as arrays if an input is an array."""
-        self.check(values)
+        """Run on the user's inputs, which `check` has accepted.
+
+        Returns the user's outputs, as arrays if an input is an array.
+        """
         as_arrays = any(isinstance(value, np.ndarray) for value in values)
         if any(isinstance(value, np.ndarray) and value.dtype.kind in "USOT" for value in values):
             return self._run_on_strings(values)
@@ -142,15 +147,53 @@ class BoundSession:
         return list(results[len(self._arrays) :])
 
 
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLossInternal")
+_SAME_VALUES = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+
+
+def _labels(graph: onnx.GraphProto) -> dict[str, int | None]:
+    """Return the inputs that are the labels of a loss, with the label that is to be ignored."""
+    inputs = {value.name for value in graph.input}
+    producers = {name: node for node in graph.node for name in node.output}
+    found: dict[str, int | None] = {}
+    for node in graph.node:
+        # A fourth input is the label to ignore, known only in a run.
+        if node.op_type in _LOSSES and len(node.input) in (2, 3):
+            name = node.input[1]
+            while name in producers and producers[name].op_type in _SAME_VALUES:
+                name = producers[name].input[0]
+            if name in inputs:
+                found[name] = next((a.i for a in node.attribute if a.name == "ignore_index"), None)
+    return found
+
+
+def _check_labels(name: str, value: Any, ignored: int | None) -> None:
+    """Raise TrainingError for a negative label: onnxruntime would count classes from the end."""
+    labels = value if isinstance(value, np.ndarray) else value.numpy()
+    if labels.dtype.kind == "i" and labels.size:
+        wrong = (labels < 0) & (labels != ignored) if ignored is not None else labels < 0
+        if wrong.any():
+            raise TrainingError(f"{_INDEX_HINT}input {name!r} has the label {labels[wrong].reshape(-1)[0]}")
+
+
+# What onnxruntime says about labels that are no class, and ids that an embedding does not have.
+_INDEX_ERRORS = ("Out of range value in index tensor", "indices element out of data bounds")
+_INDEX_HINT = "a label or an index is out of range: "
+
+
 @contextmanager
 def _as_training_error() -> Iterator[None]:
     """Make a TrainingError of onnxruntime's own exceptions."""
+    # Some of them are plain RuntimeErrors.
+    kinds: tuple[type[Exception], ...] = (*onnxruntime_errors(), RuntimeError)
     try:
         yield
     except OrtgradError:
         raise
-    except onnxruntime_errors() as error:
-        raise TrainingError(one_line(error)) from error
+    except kinds as error:
+        text = one_line(error)
+        hint = _INDEX_HINT if any(part in text for part in _INDEX_ERRORS) else ""
+        raise TrainingError(f"{hint}{text}") from error
 
 
 def _tensor(value: np.ndarray | onnxruntime.OrtValue) -> onnxruntime.OrtValue:

@@ -76,7 +76,8 @@ class TrainingState:
         for momentum in momentums:
             if momentum not in group.momentums:
                 group.momentums[momentum] = self._momentum(group, momentum)
-        group.loaded = {}
+        if momentums:
+            group.loaded = {}
         return group
 
     def _momentum(self, group: Group, momentum: str) -> Arena:

@@ -8,13 +8,14 @@ from ortgrad.training.api.optimizer import Optimizer
 
 
 class LinearLRScheduler:
-    """A learning rate that rises linearly from 0 to `initial_lr` in the first `warmup_step_count` steps, and
-    then falls linearly, to 0 after `total_step_count` steps.
+    """A learning rate that rises linearly in the first steps, and then falls linearly.
 
+    It rises from 0 to `initial_lr` in `warmup_step_count` steps, and is 0 again after `total_step_count`.
     Steps are those of the optimizer; `step` sets its learning rate accordingly. The constructor does, too.
 
-    >>> linear_factor(1, 2, 10), linear_factor(2, 2, 10), linear_factor(6, 2, 10), linear_factor(20, 2, 10)
-    (0.5, 1.0, 0.5, 0.0)
+    >>> from ortgrad.training.api.lr_scheduler import linear_factor
+    >>> [linear_factor(step, warmup=2, total=6) for step in range(7)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
+from ortgrad.threads import call_elsewhere
 from ortgrad.training import graphs
 from ortgrad.training.api.checkpoint_state import CheckpointState
 from ortgrad.training.inference import save_inference_model
@@ -186,7 +187,9 @@ class Module:
         return outputs
 
     def _evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
-        return self._require_eval_session().run(values)
+        session = self._require_eval_session()
+        session.check(values)
+        return session.run(values)
 
     def _require_eval_session(self) -> BoundSession:
         if self._eval_session is None:
@@ -250,12 +253,18 @@ class Module:
                 f"Parameters buffer size incorrect. Expected: float32[{size}], "
                 f"Actual: {vector.dtype}{list(vector.shape)}"
             )
-        vector, start = vector.reshape(-1), 0
-        for name in names:
-            array = state.parameter(name)
-            array[...] = vector[start : start + array.size].reshape(array.shape)
-            start += array.size
-        state.nominal = False
+        values = vector.reshape(-1)
+
+        def copy() -> None:
+            start = 0
+            for name in names:
+                array = state.parameter(name)
+                array[...] = values[start : start + array.size].reshape(array.shape)
+                start += array.size
+            state.nominal = False
+
+        # On a thread that handles no signals, so that all parameters are copied or none.
+        call_elsewhere(copy)
 
     def _require_single(self, names: Sequence[str]) -> None:
         for name in names:

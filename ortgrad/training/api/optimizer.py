@@ -20,6 +20,32 @@ class Optimizer:
 
     A step changes parameters and optimizer state in place, on as many threads as the session options of the
     module allow. Ctrl-C does not interrupt it: KeyboardInterrupt is raised before or after the step.
+
+    >>> import numpy as np, onnx, tempfile
+    >>> from ortgrad.training import artifacts
+    >>> from ortgrad.training.api import CheckpointState, Module, Optimizer
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {1, 2}> { y = MatMul(x, w) }''')
+    >>> folder = tempfile.mkdtemp()
+    >>> artifacts.generate_artifacts(
+    ...     model,
+    ...     requires_grad=["w"],
+    ...     loss=artifacts.LossType.MSELoss,
+    ...     optimizer=artifacts.OptimType.AdamW,
+    ...     artifact_directory=folder,
+    ... )
+    >>> module = Module(
+    ...     f"{folder}/training_model.onnx", CheckpointState.load_checkpoint(f"{folder}/checkpoint")
+    ... )
+    >>> optimizer = Optimizer(f"{folder}/optimizer_model.onnx", module)
+    >>> optimizer.set_learning_rate(0.1)
+    >>> x, target = np.float32([[1, 0], [0, 1], [1, 1]]), np.float32([[3], [1], [4]])
+    >>> for _ in range(200):
+    ...     loss = module(x, target)
+    ...     optimizer.step()
+    ...     module.lazy_reset_grad()
+    >>> bool(loss < 1e-3)
+    True
     """
 
     def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:

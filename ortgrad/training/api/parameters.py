@@ -19,6 +19,16 @@ class Parameter:
     """A parameter of the model: its value and its gradient, as views of the memory in use.
 
     Obtained from `CheckpointState.parameters`.
+
+    >>> import numpy as np
+    >>> from ortgrad.training.api import CheckpointState
+    >>> from ortgrad.training.checkpoint import Checkpoint
+    >>> from ortgrad.training.state import TrainingState
+    >>> state = CheckpointState(TrainingState(Checkpoint(trainable={"w": np.zeros(2, np.float32)})))
+    >>> parameter = state.parameters["w"]
+    >>> parameter.data = np.float32([1, 2])
+    >>> parameter.data, parameter.requires_grad, parameter.grad
+    (array([1., 2.], dtype=float32), True, None)
     """
 
     def __init__(self, name: str, state: TrainingState) -> None:

@@ -46,6 +46,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     with _naming(place, "read"):
         if place.is_dir():
             raise CheckpointError("it is a folder, as onnxruntime-training before 1.15 wrote them")
+        if place.exists() and not place.is_file():
+            raise CheckpointError("it is not a regular file")
         if place.suffix == ".safetensors":
             return call_elsewhere(lambda: safetensors.read(place))
         return call_elsewhere(lambda: ortcheckpoint.read(place, _contents(place)))

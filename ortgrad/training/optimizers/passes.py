@@ -52,6 +52,12 @@ class Pass:
         """Return the element types of all arrays."""
         return [dtype.name] * self.arrays + ["float64"] * self.partial
 
+    @functools.cache  # noqa: B019 (passes live as long as the process)
+    def machine_code(self, dtype: np.dtype) -> Callable[[int, int], None]:
+        """Return the compiled function; it takes the address of a call and the number of a part."""
+        block: Callable[[int, int], None] = _BLOCK(machine_code.block(self.kernel, self.types(dtype)))
+        return block
+
     def __call__(
         self, *arrays: np.ndarray, threads: int = 1, compiled: bool = True, **numbers: float
     ) -> None:
@@ -92,7 +98,7 @@ class Pass:
         numbers: Mapping[str, float],
     ) -> Callable[[int], None]:
         """Return a function that performs one of several parts of the chunks."""
-        block = _BLOCK(machine_code.block(self.kernel, self.types(dtype)))
+        block = self.machine_code(dtype)
         lengths = [array.size for array in arrays]
         bits = [_bits(numbers[name]) for name in self.kernel.numbers]
         # One phase, without scratch memory: see ortgrad.compiled.layout.
@@ -190,4 +196,4 @@ def is_compiled() -> bool:
 def warm_up(kernel: Pass, dtype: np.dtype) -> None:
     """Compile a kernel, so that the first step does not have to."""
     if is_compiled():
-        machine_code.block(kernel.kernel, kernel.types(dtype))
+        kernel.machine_code(dtype)
