@@ -522,6 +522,12 @@ def test_a_model_without_external_data_is_large_as_well(
         np.testing.assert_array_equal(ours.trainable[key], value)
 
 
+def test_large_weights_have_to_be_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LARGE", 50)
+    with pytest.raises(RuntimeError, match="frozen_params"):
+        generate_artifacts(CNN / "forward.onnx", ["w4"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+
+
 def test_missing_external_data(tmp_path: Path) -> None:
     model = parse("g (float[N, 3] x) => (float[N, 2] y) { y = MatMul(x, w) }", {"w": normal(3, 2)})
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="data", size_threshold=0)
