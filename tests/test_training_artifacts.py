@@ -454,6 +454,27 @@ def test_all_other_initializers_may_be_frozen(tmp_path: Path) -> None:
     assert sorted(checkpoint.load(tmp_path / "checkpoint").frozen) == sorted(constants)
 
 
+def test_weights_that_are_constants(tmp_path: Path) -> None:
+    body = "w = Constant<value = float[2, 2] {1, 2, 3, 4}>() y = MatMul(x, w)"
+    text = f"g (float[N, 2] x) => (float[N, 2] y) {{ {body} }}"
+    steps = [(normal(4, 2), np.array([0, 1, 1, 0]))]
+    losses, state, _ = trained(tmp_path, parse(text), ["w"], steps)
+    w = {"w": torch.tensor([[1.0, 2], [3, 4]], requires_grad=True)}
+    assert losses == pytest.approx(torch_losses(w, lambda x: x @ w["w"], steps))
+    assert_close(state.parameters["w"].data, w["w"].detach().numpy(), 1e-6)
+
+
+def test_shapes_that_the_file_declares_wrongly(tmp_path: Path) -> None:
+    model = parse(
+        "g (float[N, 3] x) => (float[N, 4] y) { a = MatMul(x, w) y = Relu(a) }", {"w": normal(3, 4)}
+    )
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", onnx.TensorProto.FLOAT, [2, 5, 7]))
+    steps = [(normal(4, 3), np.array([0, 1, 2, 3]))]
+    losses, _, _ = trained(tmp_path, model, ["w"], steps)
+    w = {"w": torch.tensor(normal(3, 4), requires_grad=True)}
+    assert losses == pytest.approx(torch_losses(w, lambda x: torch.relu(x @ w["w"]), steps))
+
+
 def test_weights_that_are_inputs_too(tmp_path: Path) -> None:
     text = "g (float[N, 3] x, float[3, 4] w) => (float[N, 4] y) { y = MatMul(x, w) }"
     generate_artifacts(
