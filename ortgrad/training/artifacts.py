@@ -17,6 +17,9 @@ from ortgrad.graph.loading import ModelLike
 from ortgrad.training import onnxblock
 from ortgrad.training.weights import Weights, load_weights, save_model
 
+# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
+_OLDEST_OPSET = 13
+
 __all__ = ["LossType", "OptimType", "generate_artifacts"]
 
 
@@ -105,6 +108,8 @@ def generate_artifacts(
     for names, value in ((trained, True), (frozen, False)):
         for name in names:
             block.requires_grad(name, value)
+    if (_opset(weights.model) or 1) < _OLDEST_OPSET:
+        weights.model = _converted(weights.model)
     outputs = [value.name for value in weights.model.graph.output]
     if loss_input_names:
         outputs = list(loss_input_names)
@@ -176,6 +181,17 @@ def _extra_outputs(names: Any) -> list[str]:
 
 def _opset(model: onnx.ModelProto) -> int | None:
     return next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), None)
+
+
+def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in the opset in which gradients are built."""
+    from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
+    from ortgrad.passes.opset import at_minimum_opset
+
+    try:
+        return write(at_minimum_opset(read(model)), model)
+    except ModelError as error:
+        raise TrainingModelError(str(error)) from error
 
 
 def _save(weights: Weights, block: onnxblock.TrainingBlock, folder: Path, prefix: str, nominal: bool) -> None:

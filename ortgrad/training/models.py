@@ -46,6 +46,7 @@ def take_parameters(
     """
     graph = model.graph
     named = {*requires_grad, *frozen}
+    _move_constants(graph, named)
     taken = [tensor for tensor in graph.initializer if not named or tensor.name in named]
     names = {tensor.name for tensor in taken}
     settings = _settings(model, names - set(requires_grad))
@@ -63,6 +64,21 @@ def take_parameters(
     del graph.input[:]
     graph.input.extend(inputs)
     return parameters
+
+
+def _move_constants(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    """Make initializers of Constant nodes with these outputs; some exporters write weights as such nodes."""
+    kept = []
+    for node in graph.node:
+        tensor = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        if node.op_type == "Constant" and tensor is not None and node.output[0] in names:
+            graph.initializer.add().CopyFrom(tensor)
+            graph.initializer[-1].name = node.output[0]
+        else:
+            kept.append(node)
+    if len(kept) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept)
 
 
 def _settings(model: onnx.ModelProto, names: Collection[str]) -> set[str]:
