@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import networks
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from support import assert_close
@@ -66,6 +67,16 @@ CASES: dict[str, Callable[[str], Case]] = {
 }
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors, PyTorch's threads spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_training(name: str, tmp_path: Path) -> None:
     model, weights, inputs, loss_of = CASES[name](name)
@@ -79,7 +90,9 @@ def test_training(name: str, tmp_path: Path) -> None:
     node = adamw(adam_mode=0, epsilon=1e-8, weight_decay=0.05)
     onnx.save(optimizer_model([node], NAMES), tmp_path / "adamw.onnx")
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
-    module = Module(tmp_path / "training_model.onnx", state)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    module = Module(tmp_path / "training_model.onnx", state, session_options=options)
     tensors = {k: torch.from_numpy(v.copy()).requires_grad_() for k, v in weights.items()}
 
     def train(optimizer: Optimizer, rival: torch.optim.Optimizer) -> None:
