@@ -88,7 +88,7 @@ def generate_artifacts(
         raise TrainingError(
             "ort_format=True: the stock onnxruntime cannot write training models in ORT format"
         )
-    trained, frozen = list(requires_grad or ()), list(frozen_params or ())
+    trained, frozen = _names(requires_grad), _names(frozen_params)
     both = sorted(set(trained) & set(frozen))
     if both:
         raise TrainingError(
@@ -169,6 +169,10 @@ def _optimizer_block(optimizer: OptimType | onnxblock.Block | None) -> onnxblock
             f"optimizer is a {type(optimizer).__name__}; it must be an OptimType or an onnxblock.Block"
         )
     return optimizer
+
+
+def _names(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
 
 
 def _extra_outputs(names: Any) -> list[str]:
