@@ -279,6 +279,24 @@ def test_arrays_and_ort_values(folder: Path) -> None:
         assert np.array_equal(module(turned, labels)[0], by_array[0])
 
 
+def test_names_that_end_like_gradients_in_evaluation(tmp_path: Path) -> None:
+    """Such inputs of a training model are buffers; in an evaluation model they are the user's."""
+    artifacts.generate_artifacts(
+        mlp(), requires_grad=["w1"], loss=artifacts.LossType.CrossEntropyLoss, artifact_directory=tmp_path
+    )
+    model = onnx.load(tmp_path / "eval_model.onnx")
+    for value in model.graph.input:
+        if value.name == "x":
+            value.name = "x_grad"
+    for node in model.graph.node:
+        node.input[:] = ["x_grad" if name == "x" else name for name in node.input]
+    onnx.save(model, tmp_path / "eval_model.onnx")
+    _, module = load(tmp_path)
+    expected = module(*batch())
+    assert module.eval().input_names() == ["x_grad", "labels"]
+    assert module(*batch()) == pytest.approx(expected, rel=1e-6)
+
+
 def test_modes_and_names(folder: Path) -> None:
     _, module = load(folder)
     assert module.training and module.train() is module
@@ -973,6 +991,30 @@ def test_export_of_what_is_not_there(folder: Path, tmp_path: Path) -> None:
 
 
 # Interruptions
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
+def test_ctrl_c_does_not_tear_a_file(tmp_path: Path) -> None:
+    """Saving goes on until the file is complete; then KeyboardInterrupt is raised."""
+    path, value = tmp_path / "c", np.zeros(3_000_000, np.float32)
+    interrupted, last = 0, 0.0
+    for i in range(12):
+        value[...] = i
+        timer = threading.Timer(0.001 * i, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            checkpoint.save(checkpoint.Checkpoint(trainable={"w": value}), path)
+            timer.join()
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        if path.exists():
+            found = checkpoint.load(path).trainable["w"]
+            assert (found == found[0]).all() and found[0] in (i, last)
+            last = float(found[0])
+        assert [name for name in os.listdir(tmp_path) if name != "c"] == []
+    assert interrupted
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
