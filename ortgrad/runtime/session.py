@@ -116,7 +116,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if _FUSES_TOO_MUCH:
             # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.
             disabled.append("MatmulTransposeFusion")
-        if any(node.op_type == "Dropout" and len(node.input) > 2 for node in all_nodes(model.graph.node)):
+        if any(node.op_type == "Dropout" and any(node.input[2:]) for node in all_nodes(model.graph.node)):
             # It would remove a Dropout in training mode if nothing reads the mask.
             disabled.append("EliminateDropout")
         if disabled:
