@@ -134,7 +134,7 @@ def test_artifacts_of_onnxruntime_training(
 
 
 def test_batch_normalization_of_onnxruntime_training() -> None:
-    """Its artifacts with frozen statistics, which it updates in place; the gradients of two batches add up."""
+    """Its artifacts with frozen statistics, updated in place; the gradients of two batches add up."""
     folder = GOLDEN / "batch_norm"
     expected = np.load(folder / "expected.npz")
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
