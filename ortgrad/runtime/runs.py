@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import onnxruntime
 
@@ -31,7 +30,6 @@ _SHALLOW, _USUAL_LIMIT = 300, 1000
 
 # The number of nested runs. A thread that runs a function for another one inherits its context.
 _depth: ContextVar[int] = ContextVar("depth", default=0)
-_nothing: AbstractContextManager[Any] = nullcontext()
 
 
 class Monitor:
@@ -59,7 +57,7 @@ class Monitor:
 
     def run(
         self,
-        function: Callable[[onnxruntime.RunOptions], Result],
+        function: Callable[[onnxruntime.RunOptions | None], Result],
         given: onnxruntime.RunOptions | None,
         size: int | None = None,
     ) -> Result:
@@ -67,38 +65,54 @@ class Monitor:
 
         `size` is the number of bytes that are fed.
         """
-        run = _Run(given)
-        if threading.get_ident() != threading.main_thread().ident:
-            _require_headroom()
-            return self._watch(run, function)
-        if size is not None and size <= self._quick_size:
-            _require_headroom()
-            return self._watch(run, function, size)
-        return call_elsewhere(lambda: self._watch(run, function, size), run.stop)
+        thread = threading.get_ident()
+        on_main_thread = thread == threading.main_thread().ident
+        if on_main_thread and (size is None or size > self._quick_size):
+            # Only here can a run be stopped, for which it needs options.
+            run = _Run(onnxruntime.RunOptions() if given is None else given, is_given=given is not None)
+            return call_elsewhere(lambda: self._watch(run, function, threading.get_ident(), size), run.stop)
+        _require_headroom()
+        return self._watch(_Run(given), function, thread, size if on_main_thread else None)
 
     def _watch(
-        self, run: _Run, function: Callable[[onnxruntime.RunOptions], Result], size: int | None = None
+        self,
+        run: _Run,
+        function: Callable[[onnxruntime.RunOptions | None], Result],
+        thread: int,
+        size: int | None,
     ) -> Result:
         """Run on this thread, and remember whether inputs of this size are quick."""
-        key = 0 if self._parallel else threading.get_ident()
-        with self._one_at_a_time if self._parallel else _nothing:
-            outer, self._runs[key] = self._runs.get(key), run
-            depth = _depth.get() + 1
+        if self._parallel:
+            with self._one_at_a_time:
+                return self._watch_as(0, run, function, size)
+        return self._watch_as(thread, run, function, size)
+
+    def _watch_as(
+        self,
+        key: int,
+        run: _Run,
+        function: Callable[[onnxruntime.RunOptions | None], Result],
+        size: int | None,
+    ) -> Result:
+        runs = self._runs
+        outer, depth, start = runs.get(key), _depth.get() + 1, time.perf_counter()
+        try:
+            runs[key] = run
             _depth.set(depth)
-            start = time.perf_counter()
-            try:
-                if depth > _MOST_NESTED:
-                    raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
-                return run.watch(function)
-            finally:
-                if size is not None and self._steady:
-                    quick = time.perf_counter() - start <= _SHORT
-                    self._quick_size = max(size, self._quick_size) if quick else -1
-                _depth.set(depth - 1)
-                if outer is None:
-                    del self._runs[key]
-                else:
-                    self._runs[key] = outer
+            if depth > _MOST_NESTED:
+                raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
+            return run.watch(function)
+        finally:
+            if size is not None and self._steady:
+                if time.perf_counter() - start > _SHORT:
+                    self._quick_size = -1
+                elif size > self._quick_size:
+                    self._quick_size = size
+            _depth.set(depth - 1)
+            if outer is None:
+                runs.pop(key, None)
+            else:
+                runs[key] = outer
 
     def raise_stray(self) -> None:
         """Raise the exception of a kernel that was called on this thread outside of any run."""
@@ -108,7 +122,7 @@ class Monitor:
 
     def start_async(self) -> _Run:
         """Register an asynchronous run."""
-        run = _Run(onnxruntime.RunOptions())
+        run = _Run(None)
         self._async_runs.add(run)
         return run
 
@@ -131,14 +145,16 @@ class Monitor:
 
 
 class _Run:
-    """A run, with the options through which it can be stopped."""
+    """A run, with the options through which it can be stopped; without options it cannot."""
 
-    def __init__(self, given: onnxruntime.RunOptions | None) -> None:
-        self._options = onnxruntime.RunOptions() if given is None else given
-        self._is_given = given is not None
+    __slots__ = ("_is_given", "_options", "error")
+
+    def __init__(self, options: onnxruntime.RunOptions | None, *, is_given: bool = True) -> None:
+        self._options = options
+        self._is_given = is_given
         self.error: BaseException | None = None
 
-    def watch(self, function: Callable[[onnxruntime.RunOptions], Result]) -> Result:
+    def watch(self, function: Callable[[onnxruntime.RunOptions | None], Result]) -> Result:
         """Call the function; raises the exception of a failed kernel in place of onnxruntime's."""
         try:
             result = function(self._options)
@@ -159,6 +175,7 @@ class _Run:
     @contextmanager
     def stop(self) -> Iterator[None]:
         """Make the run end at its next node. The caller's options are restored afterwards."""
+        assert self._options is not None
         before = self._options.terminate
         self._options.terminate = True
         try:

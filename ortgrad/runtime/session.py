@@ -18,6 +18,7 @@ from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native
+from ortgrad.runtime.bindings import Binding, size_of
 from ortgrad.runtime.runs import Monitor
 from ortgrad.threads import call_elsewhere
 
@@ -150,7 +151,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         run_options: onnxruntime.RunOptions | None = None,
     ) -> Sequence[Any]:
         run = super().run
-        size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
+        try:
+            size = sum([value.nbytes for value in input_feed.values()])
+        except AttributeError:
+            # A list, a sequence or an OrtValue.
+            size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
         return self._monitor.run(lambda options: run(output_names, input_feed, options), run_options, size)
 
     def run_with_ort_values(
@@ -161,14 +166,20 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     ) -> Sequence[onnxruntime.OrtValue]:
         run = super().run_with_ort_values
         return self._monitor.run(
-            lambda options: run(output_names, input_dict_ort_values, options), run_options
+            lambda options: run(output_names, input_dict_ort_values, options),
+            run_options,
+            size_of(input_dict_ort_values.values()),
         )
+
+    def io_binding(self) -> Binding:
+        return Binding(self)
 
     def run_with_iobinding(
         self, iobinding: onnxruntime.IOBinding, run_options: onnxruntime.RunOptions | None = None
     ) -> None:
         run = super().run_with_iobinding
-        self._monitor.run(lambda options: run(iobinding, options), run_options)
+        size = iobinding.fed_bytes if isinstance(iobinding, Binding) else None
+        self._monitor.run(lambda options: run(iobinding, options), run_options, size)
 
     def run_with_ortvaluevector(
         self,
