@@ -9,6 +9,8 @@ import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.compiled.functions import SUMS, double, doubles, exp
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._types import is_double, is_half
@@ -75,6 +77,130 @@ def softmax_cross_entropy_loss_grad(
     per_sample = [a.reshape(n, positions) for a in (label, samples, factor)]
     blockwise(grad, *per_class, *per_sample)
     return d_logits
+
+
+def _plan(
+    dy: tuple[int, ...],
+    log_prob: tuple[int, ...],
+    label: tuple[int, ...],
+    weight: tuple[int, ...] | None,
+    d_logits: tuple[int, ...],
+    *,
+    reduction: str,
+    ignore_index: int | None,
+) -> Plan:
+    """A row of a view is a sample; a task is a row, or SUMS positions of it."""
+    samples, positions, count = log_prob[0], math.prod(log_prob[2:]), math.prod(label)
+    rows, groups = (samples, math.prod(log_prob[1:])), -(-positions // SUMS)
+    # Otherwise the sum of the weights is the number of labels.
+    adds_up = reduction == "mean" and (weight is not None or ignore_index is not None)
+    parts = min(_MOST_PARTS, -(-count // _PART)) if adds_up else 0
+    numbers = {
+        "classes": log_prob[1],
+        "positions": positions,
+        "groups": groups,
+        "total": count if reduction == "mean" else 1,
+        "adds_up": int(adds_up),
+        "seeds": int(reduction == "none"),
+        "ignores": int(ignore_index is not None),
+        "ignored": ignore_index or 0,
+    }
+    views = [(math.prod(dy),), rows, (samples, positions), weight or (0,), rows]
+    return Plan((parts, samples * groups), views, numbers, scratch=[(parts,)])
+
+
+# Labels whose weights are added up in one task, at most as many tasks as there are below.
+_PART, _MOST_PARTS = 4096, 64
+
+
+def _add_weights(
+    part: int,
+    dy: np.ndarray,
+    log_prob: np.ndarray,
+    label: np.ndarray,
+    weight: np.ndarray,
+    d_logits: np.ndarray,
+    sums: np.ndarray,
+    classes: int,
+    positions: int,
+    groups: int,
+    total: int,
+    adds_up: int,
+    seeds: int,
+    ignores: int,
+    ignored: int,
+) -> bool:
+    count, parts, found = label.shape[0] * positions, sums.shape[0], double(0.0)
+    for i in range(count * part // parts, count * (part + 1) // parts):
+        picked = label[i // positions, i % positions]
+        if not (ignores and picked == ignored):
+            if picked < 0 or picked >= classes:
+                return True
+            found += double(weight[picked]) if weight.shape[0] > 0 else double(1.0)
+    sums[part] = sums.dtype.type(found)
+    return False
+
+
+@softmax_cross_entropy_loss_grad.compiled(
+    views=[1, 2, 2, 1, 2], plan=_plan, first=_add_weights, scratch=[1]
+)
+def softmax_cross_entropy_loss_grad_samples(
+    task: int,
+    dy: np.ndarray,
+    log_prob: np.ndarray,
+    label: np.ndarray,
+    weight: np.ndarray,
+    d_logits: np.ndarray,
+    sums: np.ndarray,
+    classes: int,
+    positions: int,
+    groups: int,
+    total: int,
+    adds_up: int,
+    seeds: int,
+    ignores: int,
+    ignored: int,
+) -> bool:
+    i, first = task // groups, task % groups * SUMS
+    width = min(SUMS, positions - first)
+    whole = double(total)
+    if adds_up:
+        whole = double(0.0)
+        for k in range(sums.shape[0]):
+            whole += double(sums[k])
+    factors = doubles()
+    for j in range(width):
+        picked = label[i, first + j]
+        counts = not (ignores and picked == ignored)
+        if counts and (picked < 0 or picked >= classes):
+            return True
+        share = double(0.0)
+        if counts:
+            share = double(weight[picked]) if weight.shape[0] > 0 else double(1.0)
+        seed = dy[i * positions + first + j if seeds else 0]
+        factors[j] = share * (double(seed) / whole)
+    if positions == 1:
+        factor, x, into = dy.dtype.type(factors[0]), log_prob[i], d_logits[i]
+        for k in range(classes):
+            into[k] = exp(x[k]) * factor
+    else:
+        for k in range(classes):
+            start = k * positions + first
+            x, into = log_prob[i, start : start + width], d_logits[i, start : start + width]
+            for j in range(width):
+                into[j] = exp(x[j]) * dy.dtype.type(factors[j])
+    for j in range(width):
+        picked = label[i, first + j]
+        none = ignores and picked == ignored
+        if not none and weight.shape[0] > 0:
+            none = weight[picked] == 0.0
+        if none:
+            for k in range(classes):
+                d_logits[i, k * positions + first + j] = 0.0
+        else:
+            place = picked * positions + first + j
+            d_logits[i, place] = (exp(log_prob[i, place]) - 1.0) * dy.dtype.type(factors[j])
+    return False
 
 
 @softmax_cross_entropy_loss_grad.onnx
