@@ -141,9 +141,7 @@ def _add_weights(
     return False
 
 
-@softmax_cross_entropy_loss_grad.compiled(
-    views=[1, 2, 2, 1, 2], plan=_plan, first=_add_weights, scratch=[1]
-)
+@softmax_cross_entropy_loss_grad.compiled(views=[1, 2, 2, 1, 2], plan=_plan, first=_add_weights, scratch=[1])
 def softmax_cross_entropy_loss_grad_samples(
     task: int,
     dy: np.ndarray,

@@ -18,6 +18,7 @@ from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inline import inline
+from ortgrad.passes.open_losses import open_losses
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
@@ -31,8 +32,10 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     if bodies:
         infer_types(model)
         model = attach(model)
-    elif kernels in ("auto", "compiled") and machine_code.is_installed():
-        model = run(model, *FOR_COMPILED)
+    else:
+        model = open_losses(model)
+        if kernels in ("auto", "compiled") and machine_code.is_installed():
+            model = run(model, *FOR_COMPILED)
     prepared = write(model, source)
     # onnx-ir drops training_info.
     prepared.training_info.extend(source.training_info)

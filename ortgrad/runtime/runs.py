@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import onnxruntime
 
@@ -57,41 +58,45 @@ class Monitor:
 
     def run(
         self,
-        function: Callable[[onnxruntime.RunOptions | None], Result],
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
         given: onnxruntime.RunOptions | None,
         size: int | None = None,
     ) -> Result:
         """Call a function that runs the session; raises exceptions of its kernels and of signal handlers.
 
-        `size` is the number of bytes that are fed.
+        Its last argument is the options of the run. `size` is the number of bytes that are fed.
         """
         thread = threading.get_ident()
-        on_main_thread = thread == threading.main_thread().ident
-        if on_main_thread and (size is None or size > self._quick_size):
+        if thread != threading.main_thread().ident:
+            size = None
+        elif size is None or size > self._quick_size:
             # Only here can a run be stopped, for which it needs options.
             run = _Run(onnxruntime.RunOptions() if given is None else given, is_given=given is not None)
-            return call_elsewhere(lambda: self._watch(run, function, threading.get_ident(), size), run.stop)
+            return call_elsewhere(lambda: self._watch(run, function, arguments, size), run.stop)
         _require_headroom()
-        return self._watch(_Run(given), function, thread, size if on_main_thread else None)
+        return self._watch(_Run(given), function, arguments, size, thread)
 
     def _watch(
         self,
         run: _Run,
-        function: Callable[[onnxruntime.RunOptions | None], Result],
-        thread: int,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
         size: int | None,
+        thread: int | None = None,
     ) -> Result:
         """Run on this thread, and remember whether inputs of this size are quick."""
         if self._parallel:
             with self._one_at_a_time:
-                return self._watch_as(0, run, function, size)
-        return self._watch_as(thread, run, function, size)
+                return self._watch_as(0, run, function, arguments, size)
+        return self._watch_as(thread or threading.get_ident(), run, function, arguments, size)
 
     def _watch_as(
         self,
         key: int,
         run: _Run,
-        function: Callable[[onnxruntime.RunOptions | None], Result],
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
         size: int | None,
     ) -> Result:
         runs = self._runs
@@ -101,7 +106,13 @@ class Monitor:
             _depth.set(depth)
             if depth > _MOST_NESTED:
                 raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
-            return run.watch(function)
+            result = function(*arguments, run.options)
+        except Exception as error:
+            malformed = explain(str(error)) if run.error is None else None
+            if malformed is not None:
+                raise malformed from error
+            if run.error is None:
+                raise
         finally:
             if size is not None and self._steady:
                 if time.perf_counter() - start > _SHORT:
@@ -113,6 +124,10 @@ class Monitor:
                 runs.pop(key, None)
             else:
                 runs[key] = outer
+        if run.error is not None:
+            # The exception of a kernel, in place of onnxruntime's.
+            raise run.error
+        return result
 
     def raise_stray(self) -> None:
         """Raise the exception of a kernel that was called on this thread outside of any run."""
@@ -147,26 +162,12 @@ class Monitor:
 class _Run:
     """A run, with the options through which it can be stopped; without options it cannot."""
 
-    __slots__ = ("_is_given", "_options", "error")
+    __slots__ = ("_is_given", "error", "options")
 
     def __init__(self, options: onnxruntime.RunOptions | None, *, is_given: bool = True) -> None:
-        self._options = options
+        self.options = options
         self._is_given = is_given
         self.error: BaseException | None = None
-
-    def watch(self, function: Callable[[onnxruntime.RunOptions | None], Result]) -> Result:
-        """Call the function; raises the exception of a failed kernel in place of onnxruntime's."""
-        try:
-            result = function(self._options)
-        except Exception as error:
-            malformed = explain(str(error)) if self.error is None else None
-            if malformed is not None:
-                raise malformed from error
-            if self.error is None:
-                raise
-        if self.error is not None:
-            raise self.error
-        return result
 
     def fail(self, error: BaseException) -> None:
         """Record the failure of a kernel. Only the first counts: later ones may be its consequence."""
@@ -175,14 +176,14 @@ class _Run:
     @contextmanager
     def stop(self) -> Iterator[None]:
         """Make the run end at its next node. The caller's options are restored afterwards."""
-        assert self._options is not None
-        before = self._options.terminate
-        self._options.terminate = True
+        assert self.options is not None
+        before = self.options.terminate
+        self.options.terminate = True
         try:
             yield
         finally:
             if self._is_given:
-                self._options.terminate = before
+                self.options.terminate = before
 
 
 def _require_headroom() -> None:
