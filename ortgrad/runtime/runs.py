@@ -29,6 +29,9 @@ _HEADROOM = 120
 # Below _SHALLOW frames the recursion limit is far away, unless it is lower than usual.
 _SHALLOW, _USUAL_LIMIT = 300, 1000
 
+# Stands for the threads of a run in parallel execution mode.
+_EVERY_THREAD = 0
+
 # The number of nested runs. A thread that runs a function for another one inherits its context.
 _depth: ContextVar[int] = ContextVar("depth", default=0)
 
@@ -71,38 +74,39 @@ class Monitor:
         if thread != threading.main_thread().ident:
             size = None
         elif size is None or size > self._quick_size:
-            # Only here can a run be stopped, for which it needs options.
-            run = _Run(onnxruntime.RunOptions() if given is None else given, is_given=given is not None)
-            return call_elsewhere(lambda: self._watch(run, function, arguments, size), run.stop)
+            return self._run_elsewhere(function, arguments, given, size)
         _require_headroom()
-        return self._watch(_Run(given), function, arguments, size, thread)
+        return self._watch(thread, _Run(given), function, arguments, size)
+
+    def _run_elsewhere(
+        self,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        given: onnxruntime.RunOptions | None,
+        size: int | None,
+    ) -> Result:
+        # Only here can a run be stopped, for which it needs options.
+        run = _Run(onnxruntime.RunOptions() if given is None else given, is_given=given is not None)
+        return call_elsewhere(
+            lambda: self._watch(threading.get_ident(), run, function, arguments, size), run.stop
+        )
 
     def _watch(
         self,
+        thread: int,
         run: _Run,
         function: Callable[..., Result],
         arguments: tuple[Any, ...],
         size: int | None,
-        thread: int | None = None,
     ) -> Result:
         """Run on this thread, and remember whether inputs of this size are quick."""
-        if self._parallel:
+        if self._parallel and thread:
             with self._one_at_a_time:
-                return self._watch_as(0, run, function, arguments, size)
-        return self._watch_as(thread or threading.get_ident(), run, function, arguments, size)
-
-    def _watch_as(
-        self,
-        key: int,
-        run: _Run,
-        function: Callable[..., Result],
-        arguments: tuple[Any, ...],
-        size: int | None,
-    ) -> Result:
+                return self._watch(_EVERY_THREAD, run, function, arguments, size)
         runs = self._runs
-        outer, depth, start = runs.get(key), _depth.get() + 1, time.perf_counter()
+        outer, depth, start = runs.get(thread), _depth.get() + 1, time.perf_counter()
         try:
-            runs[key] = run
+            runs[thread] = run
             _depth.set(depth)
             if depth > _MOST_NESTED:
                 raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
@@ -121,9 +125,9 @@ class Monitor:
                     self._quick_size = size
             _depth.set(depth - 1)
             if outer is None:
-                runs.pop(key, None)
+                runs.pop(thread, None)
             else:
-                runs[key] = outer
+                runs[thread] = outer
         if run.error is not None:
             # The exception of a kernel, in place of onnxruntime's.
             raise run.error
@@ -149,7 +153,7 @@ class Monitor:
     def kernel_failed(self, error: BaseException) -> None:
         """Record the exception of a kernel that failed on this thread."""
         thread = threading.get_ident()
-        run = self._runs.get(0 if self._parallel else thread)
+        run = self._runs.get(_EVERY_THREAD if self._parallel else thread)
         if run is not None:
             run.fail(error)
         elif not self._parallel:
