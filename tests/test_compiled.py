@@ -292,7 +292,11 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
         planned = kernel.plan(*known, *shapes, **call.attributes)
     assert planned is not None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
-    outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
+    types = [dtype if slot.type in operator.types else np.dtype(slot.type) for slot in operator.outputs]
+    outputs = [
+        np.full(0 if shape is None else shape, np.nan if of.kind == "f" else -1, of)
+        for shape, of in zip(shapes, types, strict=True)
+    ]
     names = [array.dtype.name for array in (*feed, *outputs)]
     phases = checked_functions(operator, tuple(names))
     numbers = {**call.attributes, **planned.numbers}

@@ -309,7 +309,7 @@ def test_a_wrong_shape_is_refused_and_the_next_run_works() -> None:
     arrays, expected = make_arrays(CASES["3x3"], "float32")
     session = ortgrad.InferenceSession(conv_model(CASES["3x3"], "float32", dynamic=True), kernels="auto")
     feeds = {name: arrays[name] for name in ("X", "W", "B")}
-    for wrong in (np.zeros((2, 4, 6, 6), np.float32), np.zeros((2, 5, 6), np.float32)):
-        with pytest.raises(ortgrad.KernelError, match="X"):
-            session.run(None, {**feeds, "X": wrong})
+    for shape in ((2, 4, 6, 6), (2, 5, 0, 0)):
+        with pytest.raises(ortgrad.KernelError):
+            session.run(None, {**feeds, "X": np.zeros(shape, np.float32)})
     assert_close(session.run(None, feeds)[0], expected["Y"].astype(np.float32))

@@ -19,12 +19,12 @@ from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inline import inline
-from ortgrad.passes.max_pools import use_inputs_of_max_pools
+from ortgrad.passes.max_pools import use_max_pool
 from ortgrad.passes.open_losses import open_losses
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
-FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_inputs_of_max_pools)
+FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_max_pool)
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
