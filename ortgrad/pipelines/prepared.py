@@ -35,8 +35,9 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
         infer_types(model)
         model = attach(model)
     else:
-        model = open_losses(model)
-        if kernels in ("auto", "compiled") and machine_code.is_installed():
+        compiled = kernels in ("auto", "compiled") and machine_code.is_installed()
+        model = open_losses(model, compiled=compiled)
+        if compiled:
             model = run(model, *FOR_COMPILED)
     prepared = write(model, source)
     # onnx-ir drops training_info.
