@@ -24,10 +24,13 @@ from ortgrad.ops._strips import (
     CHANNELS,
     EVERYWHERE,
     FILTERS,
+    HEAD,
     OUTPUT,
     PITCH,
     REACH,
     ROWS,
+    SIZE,
+    STRIDE,
     STRIPS,
     WANTED,
     Boxes,
@@ -171,6 +174,10 @@ def differentiate_strip(
     # The rows and columns of dY that begin in this strip.
     own, own_columns = min(rows, geometry[OUTPUT] - top), min(columns, geometry[OUTPUT + 1] - left)
     count = (own - 1) * pitch + own_columns if own > 0 and own_columns > 0 else 0
+    # The rows of the box that are not all padding.
+    step = geometry[STRIDE]
+    low = min(rows, max(0, geometry[HEAD] // step - top))
+    high = min(rows, max(low, (geometry[SIZE] + geometry[HEAD] + step - 1) // step - top))
     for channel in range(first, first if failed else last):
         for i in range(filters):
             into = embedded[i * length : (i + 1) * length]
@@ -196,13 +203,14 @@ def differentiate_strip(
                 term, check = 0, 0.0
                 for i in range(filters):
                     for t in range(begin, ends[part]):
-                        terms[term] = i * length + places[t]
+                        terms[term] = i * length + places[t] + low * pitch
                         weights[term] = w[channel * filters + i, taps[t]]
                         check += weights[term] * 0.0
                         term += 1
                 failed = failed or check != 0.0
                 begin, edge = ends[part], part % len(edges)
-                add_row(sums[edge * total :], embedded, terms[:term], weights, rows * pitch)
+                into = sums[edge * total + low * pitch :]
+                add_row(into, embedded, terms[:term], weights, (high - low) * pitch)
                 if edge == len(edges) - 1:
                     line = lines[part // len(edges)]
                     write_rows(target, sums, padded, top, left, rows, columns, line, edges, geometry)
