@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, copy, release
+from ortgrad.compiled.functions import SLACK, add_row, allocate, copy_row, release
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._strips import (
     CHANNELS,
@@ -22,7 +22,7 @@ from ortgrad.ops._strips import (
     STRIDE,
     STRIPS,
     boxes_of,
-    clear,
+    clear_strip,
     fill_boxes,
     size_of_rows,
     task_channels,
@@ -177,7 +177,7 @@ def average_pool_grad_strip(
         )
         target, begin = dx[channel], 0
         if geometry[EVERYWHERE] == 0:
-            clear(target, top, left, rows, columns, geometry)
+            clear_strip(target, top, left, rows, columns, geometry)
         for i in range(len(lines)):
             add_row(sums_of_rows, embedded, row_starts[begin : row_ends[i]], ones, rows * pitch + lead)
             begin, of_column = row_ends[i], 0
@@ -232,7 +232,7 @@ def _embed_quotients(
             if fresh:
                 for k in range(len(line)):
                     quotients[k] = values[k] / divisors[k]
-                copy(line, quotients)
+                copy_row(line, quotients)
             else:
                 for k in range(len(line)):
                     line[k] += values[k] / divisors[k]
@@ -314,7 +314,7 @@ def max_pool_strip(
             fresh = False
         for row in range(rows):
             start = (top + row) * width + left
-            copy(y[channel, start:], best[row * pitch : row * pitch + columns])
+            copy_row(y[channel, start:], best[row * pitch : row * pitch + columns])
             to, of = indices[channel, start : start + columns], places[row * pitch : row * pitch + columns]
             line_start = (top + row) * geometry[STRIDE] - geometry[HEAD]
             origin = plane * x.shape[1] * x.shape[2] + line_start * geometry[SIZE + 1]

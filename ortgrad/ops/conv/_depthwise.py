@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, allocate_integers, copy, double, release
+from ortgrad.compiled.functions import SLACK, add_row, allocate, allocate_integers, copy_row, double, release
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._strips import (
     CHANNELS,
@@ -35,7 +35,7 @@ from ortgrad.ops._strips import (
     WANTED,
     Boxes,
     boxes_of,
-    clear,
+    clear_strip,
     embed,
     fill_boxes,
     size_of_rows,
@@ -134,7 +134,7 @@ def convolve_strip(
             for k in range(rows * pitch):
                 sums[k] += bias
             for row in range(rows):
-                copy(values[row * width :], sums[row * pitch : row * pitch + columns])
+                copy_row(values[row * width :], sums[row * pitch : row * pitch + columns])
     release(memory)
     return False
 
@@ -197,7 +197,7 @@ def differentiate_strip(
         if wanted & 1:
             target = dx[sample, channel]
             if geometry[EVERYWHERE] == 0:
-                clear(target, top, left, rows, columns, geometry)
+                clear_strip(target, top, left, rows, columns, geometry)
             begin = 0
             for part in range(len(ends)):
                 term, check = 0, 0.0
