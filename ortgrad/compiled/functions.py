@@ -19,6 +19,11 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def sqrt(x: float) -> float:
+    """Return the square root, NaN for a negative number."""
+    return math.sqrt(x) if x >= 0 else math.nan
+
+
 def double(x: float) -> float:
     """Return a number in double precision, for sums."""
     return float(x)
@@ -84,6 +89,7 @@ SLACK = 64
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
     "power_of_two": power_of_two,
+    "sqrt": sqrt,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,
@@ -152,3 +158,8 @@ def _exp_double(x: float) -> float:
 
 
 exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+
+
+def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:
+    """Return a * weight_a + b * weight_b, which is infinite if one product is."""
+    return a * weight_a + b * weight_b
