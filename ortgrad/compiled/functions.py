@@ -46,22 +46,54 @@ def release(array: np.ndarray) -> None:
     """Release an array that was allocated."""
 
 
-def add_rows(
-    sums: np.ndarray, stride: int, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int
+def add_products(
+    sums: np.ndarray,
+    pitch: int,
+    left: np.ndarray,
+    starts: np.ndarray,
+    rows: int,
+    shifts: np.ndarray,
+    steps: np.ndarray,
+    right: np.ndarray,
+    bases: np.ndarray,
+    places: np.ndarray,
+    columns: int,
+    fresh: bool,
 ) -> None:
-    """Compute four weighted sums of rows, each with `count` elements, in registers.
+    """Compute a tile of sums of products in registers, and add it to `sums`, or, if `fresh`, write it there.
 
-    sums[i * stride + k] = sum over t of weights[4 * t + i] * rows[starts[t] + k]
+    sums[i * pitch + j] = sum over g and k of
+        left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
 
-    Up to SLACK elements more are read of every row, and written after every sum.
+    for i < rows <= TILE_ROWS, and j < columns, a multiple of TILE.
     """
-    for i in range(4):
-        parts = [w * rows[s : s + count] for s, w in zip(starts, weights[i::4], strict=True)]
-        sums[i * stride : i * stride + count] = np.sum(parts, axis=0) if parts else 0
+    for i in range(rows):
+        for j in range(columns):
+            total = left[0] * 0
+            for g in range(len(shifts)):
+                for k in range(len(steps)):
+                    total += left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
+            if not fresh:
+                total += sums[i * pitch + j]
+            sums[i * pitch + j] = total
+
+
+def transpose(into: np.ndarray, place: int, pitch: int, source: np.ndarray, start: int, stride: int) -> None:
+    """into[place + i * pitch + k] = source[start + k * stride + i] for i and k < TILE"""
+    for i in range(TILE):
+        for k in range(TILE):
+            into[place + i * pitch + k] = source[start + k * stride + i]
+
+
+def copy_vector(into: np.ndarray, place: int, source: np.ndarray, start: int) -> None:
+    """Copy TILE elements."""
+    for k in range(TILE):
+        into[place + k] = source[start + k]
 
 
 SUMS = 256
-SLACK = 64
+# The most rows of add_products; its columns are a multiple of TILE.
+TILE_ROWS, TILE = 6, 16
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
@@ -71,7 +103,9 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "allocate": allocate,
     "allocate_integers": allocate_integers,
     "release": release,
-    "add_rows": add_rows,
+    "add_products": add_products,
+    "transpose": transpose,
+    "copy_vector": copy_vector,
 }
 
 
