@@ -85,10 +85,26 @@ def transpose(into: np.ndarray, place: int, pitch: int, source: np.ndarray, star
             into[place + i * pitch + k] = source[start + k * stride + i]
 
 
+def clear(array: np.ndarray, place: int, count: int) -> None:
+    """Set elements to zero."""
+    for k in range(count):
+        array[place + k] = 0
+
+
+def copy(into: np.ndarray, place: int, source: np.ndarray, start: int, count: int) -> None:
+    """Copy elements."""
+    for k in range(count):
+        into[place + k] = source[start + k]
+
+
 def copy_vector(into: np.ndarray, place: int, source: np.ndarray, start: int) -> None:
     """Copy TILE elements."""
     for k in range(TILE):
         into[place + k] = source[start + k]
+
+
+def prefetch(array: np.ndarray, place: int) -> None:
+    """Begin to load an element, and those beside it, into the cache. It need not exist."""
 
 
 SUMS = 256
@@ -105,7 +121,10 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "release": release,
     "add_products": add_products,
     "transpose": transpose,
+    "clear": clear,
+    "copy": copy,
     "copy_vector": copy_vector,
+    "prefetch": prefetch,
 }
 
 

@@ -14,7 +14,7 @@ from ortgrad.compiled.functions import TILE, TILE_ROWS
 
 _WORD = ir.IntType(64)
 _FUSED = ("contract",)
-NAMES = frozenset(["add_products", "transpose", "copy_vector"])
+NAMES = frozenset(["add_products", "transpose", "clear", "copy", "copy_vector", "prefetch"])
 
 
 def _registers(bits: int) -> tuple[int, int]:
@@ -228,6 +228,34 @@ def _transposition(module: Any, element: Any) -> Any:
 
 
 @intrinsic
+def clear(_: Any, array: Any, place: Any, count: Any) -> Any:
+    """Set elements to zero (see ortgrad.compiled.functions)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
+        size = builder.mul(arguments[2], _WORD(array.dtype.bitwidth // 8))
+        cgutils.memset(builder, builder.gep(data, [arguments[1]]), size, 0)
+        return context.get_dummy_value()
+
+    return types.void(array, place, count), generate
+
+
+@intrinsic
+def copy(_: Any, into: Any, place: Any, source: Any, start: Any, count: Any) -> Any:
+    """Copy elements (see ortgrad.compiled.functions)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, given = (
+            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data for i in (0, 2)
+        )
+        target, values = builder.gep(to, [arguments[1]]), builder.gep(given, [arguments[3]])
+        cgutils.raw_memcpy(builder, target, values, arguments[4], source.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(into, place, source, start, count), generate
+
+
+@intrinsic
 def copy_vector(_: Any, into: Any, place: Any, source: Any, start: Any) -> Any:
     """Copy TILE numbers (see ortgrad.compiled.functions)."""
     element = ir.DoubleType() if source.dtype == types.float64 else ir.FloatType()
@@ -243,6 +271,23 @@ def copy_vector(_: Any, into: Any, place: Any, source: Any, start: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(into, place, source, start), generate
+
+
+@intrinsic
+def prefetch(_: Any, array: Any, place: Any) -> Any:
+    """Begin to load an element (see ortgrad.compiled.functions)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
+        address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        # To read, into all caches, data.
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), address)
+        builder.call(function, [pointer, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, place), generate
 
 
 def _vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:

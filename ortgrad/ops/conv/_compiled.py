@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import TILE, TILE_ROWS, double, transpose
+from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy, double, transpose
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv._compiled_dw import aligned, weights_task
@@ -50,9 +50,10 @@ if TYPE_CHECKING:
 
 # The time of copying a run of up to 16 columns, in units of that of a product with a vector of 16 channels.
 _COPY = 3
-# As many tasks as keep several threads busy, if each has enough channels, or pairs of channel and tap.
-_TASKS = 16
-_FEW_CHANNELS, _FEW_PAIRS, _MOST_PAIRS = 24, 24, 288
+# As many tasks as keep several threads busy, if each has enough products, and enough channels, or pairs of
+# channel and tap. With panels it has more channels, as each task copies the columns for itself.
+_TASKS, _PRODUCTS = 16, 1 << 20
+_FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 96, 24, 288
 # Pairs fill tiles, and squares that are transposed at once.
 _PAIRS = 48
 
@@ -69,9 +70,10 @@ def plan(
     win = _in_three_dimensions(win)
     samples, filters, channels, taps = x[0], w[0] // group, w[1], math.prod(w[2:])
     positions = math.prod(win.outputs)
-    division = _Division.of(win, samples, group, channels)
+    tasks = min(_TASKS, max(1, samples * math.prod(w) * positions // _PRODUCTS))
+    division = _Division.of(win, samples, group, channels, tasks)
     dx_tasks, table = division.table()
-    pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps)
+    pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps, tasks)
     dw_tasks = group * -(-filters // COLUMNS) * -(-channels * taps // pairs)
     dx_tasks, dw_tasks = dx_tasks if dx else 0, dw_tasks if dw else 0
     x_in_place = not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
@@ -181,7 +183,7 @@ class _Division:
     channels_of_task: int
 
     @classmethod
-    def of(cls, win: Windows, samples: int, group: int, channels: int) -> _Division:
+    def of(cls, win: Windows, samples: int, group: int, channels: int, tasks: int) -> _Division:
         parts = _Part.all(win)
         heads, box = [], []
         for axis, outputs in enumerate(win.outputs):
@@ -198,10 +200,10 @@ class _Division:
         whole = cls(parts, samples, group, channels, tuple(heads), tuple(box), False, 2, channels)
         panels = replace(whole, panels=True)
         best = panels if panels._cost() < whole._cost() else whole
-        if best.table()[0] < _TASKS:
+        if best.table()[0] < tasks:
             best = replace(best, blocks_of_task=1)
-        splits = -(-_TASKS // best.table()[0])
-        few = max(_FEW_CHANNELS, -(-channels // splits))
+        splits = -(-tasks // best.table()[0])
+        few = max(_FEW_CHANNELS_OF_PANELS if best.panels else _FEW_CHANNELS, -(-channels // splits))
         return replace(best, channels_of_task=min(channels, -(-few // TILE_ROWS) * TILE_ROWS))
 
     def _lines(self, part: _Part) -> tuple[int, int]:
@@ -233,9 +235,9 @@ class _Division:
         return tasks, table
 
 
-def _pairs_of_task(blocks: int, pairs: int) -> int:
+def _pairs_of_task(blocks: int, pairs: int, tasks: int) -> int:
     """Return the number of pairs of channel and tap of a task, for so many blocks of filters."""
-    wanted = max(_FEW_PAIRS, -(-pairs * blocks // _TASKS))
+    wanted = max(_FEW_PAIRS, -(-pairs * blocks // tasks))
     unit = _PAIRS if wanted >= _PAIRS else TILE_ROWS
     return min(_MOST_PAIRS, -(-wanted // unit) * unit)
 
@@ -262,8 +264,7 @@ def prepare(
         _embed(task, dy, OUTPUT, dy_boxes, DY_BOX, DY_HEAD, geometry)
         if task == geometry[DY_BOXES] - 1:
             plane = geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
-            for k in range((task + 1) * plane, len(dy_boxes)):
-                dy_boxes[k] = 0.0
+            clear(dy_boxes, (task + 1) * plane, len(dy_boxes) - (task + 1) * plane)
         return False
     task -= geometry[DY_BOXES]
     if task < geometry[X_BOXES]:
@@ -292,23 +293,12 @@ def _embed(
     for i in range(geometry[box] * rows):
         z, y = i // rows - geometry[head], i % rows - geometry[head + 1]
         start = (channel * geometry[box] * rows + i) * pitch
-        line = boxes[start : start + pitch]
         if z < 0 or z >= depth or y < 0 or y >= height:
-            for k in range(pitch):
-                line[k] = 0.0
+            clear(boxes, start, pitch)
             continue
-        for k in range(before):
-            line[k] = 0.0
-        first = ((channel * depth + z) * height + y) * width
-        values, inner, rest = (
-            source[first : first + count],
-            line[before : before + count],
-            line[before + count :],
-        )
-        for k in range(count):
-            inner[k] = values[k]
-        for k in range(len(rest)):
-            rest[k] = 0.0
+        clear(boxes, start, before)
+        copy(boxes, start + before, source, ((channel * depth + z) * height + y) * width, count)
+        clear(boxes, start + before + count, pitch - before - count)
 
 
 def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: np.ndarray) -> None:

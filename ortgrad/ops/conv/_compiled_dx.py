@@ -10,7 +10,10 @@ from ortgrad.compiled.functions import (
     add_products,
     allocate,
     allocate_integers,
+    clear,
+    copy,
     copy_vector,
+    prefetch,
     release,
 )
 from ortgrad.ops.conv._compiled_dw import aligned
@@ -97,8 +100,7 @@ def channels_task(
     right = aligned(panel) if panels else source
     blocks = (length + COLUMNS - 1) // COLUMNS
     if own == 0:
-        for k in range(count * room):
-            sums[k] = 0.0
+        clear(sums, 0, count * room)
     m = 0
     while own > 0 and m < filters:
         used = min(together, filters - m)
@@ -110,6 +112,8 @@ def channels_task(
             for i in range(rows):
                 starts[i] = (first + c + i) * geometry[TAPS]
             shifts[0] = (group * filters + m) * channels * geometry[TAPS]
+            if c + rows < count:
+                _fetch(w, shifts[0] + starts[0] + rows * geometry[TAPS], used, channels, geometry[TAPS])
             for block in range(blocks):
                 width = min(COLUMNS, (length - block * COLUMNS + TILE - 1) // TILE * TILE)
                 bases[0] = block * size if panels else base + m * plane + block * COLUMNS
@@ -134,8 +138,7 @@ def channels_task(
             n, place = lengths[run], targets[run] + (first + c) * area
             values, to = sums[c * room + columns[run] :], dx[place : place + (n - 1) * step + 1]
             if step == 1:
-                for k in range(n):
-                    to[k] = values[k]
+                copy(dx, place, sums, c * room + columns[run], n)
             else:
                 for k in range(n):
                     to[k * step] = values[k]
@@ -143,6 +146,13 @@ def channels_task(
     release(integers)
     release(panel)
     return False
+
+
+def _fetch(w: np.ndarray, place: int, used: int, channels: int, taps: int) -> None:
+    """Fetch the weights of a tile into the cache: those of each filter are far from those of the next."""
+    for i in range(used):
+        for k in range(0, TILE_ROWS * taps, TILE):
+            prefetch(w, place + i * channels * taps + k)
 
 
 def _source(line: int, start: int, group: int, plane: int, part: np.ndarray, geometry: np.ndarray) -> int:
