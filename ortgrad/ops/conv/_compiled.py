@@ -47,6 +47,7 @@ from ortgrad.ops.conv._geometry import (
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
+    Known = tuple[int | None, ...] | None
 
 # The time of copying a run of up to 16 columns, in units of that of a product with a vector of 16 channels.
 _COPY = 3
@@ -110,6 +111,17 @@ def plan(
             (transpositions * TILE * positions + TILE if dw else 0,),
         ],
     )
+
+
+def is_fastest(dy: Known, x: Known, w: Known, *, group: int, strides: Sequence[int] | None, **_: Any) -> bool:
+    """Return whether the compiled kernel is faster than the body, as was measured."""
+    if w is None:
+        return True
+    if len(w) > 5 or (w[1] == 1 and group > 1):
+        return False
+    # Where windows do not overlap, the body copies nothing either.
+    steps = strides or [1] * len(w[2:])
+    return any(k is None or k > s for k, s in zip(w[2:], steps, strict=False))
 
 
 def _in_three_dimensions(win: Windows) -> Windows:

@@ -113,7 +113,15 @@ def channels_task(
                 starts[i] = (first + c + i) * geometry[TAPS]
             shifts[0] = (group * filters + m) * channels * geometry[TAPS]
             if c + rows < count:
-                _fetch(w, shifts[0] + starts[0] + rows * geometry[TAPS], used, channels, geometry[TAPS])
+                begin = shifts[0] + starts[0] + rows * geometry[TAPS]
+                _fetch(w, begin, used, channels * geometry[TAPS], TILE_ROWS * geometry[TAPS])
+            if c == 0 and not panels:
+                # What comes next: dY of other filters, or of the first ones for the next task.
+                last = m + together >= filters
+                begin = base + (length if last else (m + together) * plane)
+                _fetch(
+                    source, begin, min(together, filters if last else filters - m - together), plane, length
+                )
             for block in range(blocks):
                 width = min(COLUMNS, (length - block * COLUMNS + TILE - 1) // TILE * TILE)
                 bases[0] = block * size if panels else base + m * plane + block * COLUMNS
@@ -148,11 +156,11 @@ def channels_task(
     return False
 
 
-def _fetch(w: np.ndarray, place: int, used: int, channels: int, taps: int) -> None:
-    """Fetch the weights of a tile into the cache: those of each filter are far from those of the next."""
-    for i in range(used):
-        for k in range(0, TILE_ROWS * taps, TILE):
-            prefetch(w, place + i * channels * taps + k)
+def _fetch(array: np.ndarray, begin: int, rows: int, stride: int, length: int) -> None:
+    """Fetch rows into the cache: they are so far from each other that the processor does not foresee them."""
+    for i in range(rows):
+        for k in range(0, length, TILE):
+            prefetch(array, begin + i * stride + k)
 
 
 def _source(line: int, start: int, group: int, plane: int, part: np.ndarray, geometry: np.ndarray) -> int:

@@ -41,10 +41,13 @@ conv_grad = operator(
     },
 )(_numpy.conv_grad)
 conv_grad.onnx(_body.conv_grad_body)
-# The products of the body are about as fast, so that "auto" uses the body.
-conv_grad.compiled(views=[1] * 6, scratch=[1] * 3, plan=_compiled.plan, first=_compiled.prepare, auto=False)(
-    _compiled.conv_grad_task
-)
+conv_grad.compiled(
+    views=[1] * 6,
+    scratch=[1] * 3,
+    plan=_compiled.plan,
+    first=_compiled.prepare,
+    auto=_compiled.is_fastest,
+)(_compiled.conv_grad_task)
 
 
 @gradient("Conv")
