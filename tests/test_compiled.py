@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -262,10 +263,20 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
         CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
 
 
-def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
-    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
+@functools.cache
+def checked_phases(kernel: CompiledKernel, dtypes: tuple[str, ...]) -> list[Any]:
+    """The functions of a kernel, compiled so that they check every index."""
     from ortgrad.compiled import compiler
 
+    source = source_of(kernel, dtypes)
+    return [
+        compiler.compile_function(function, source.element, {"contract", "reassoc", "nsz"}, checked=True)
+        for function in source.phases
+    ]
+
+
+def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
+    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
     kernel = operator.compiled_kernel
     assert kernel is not None
     given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
@@ -282,11 +293,7 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
     assert planned is not None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
     outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
-    source = source_of(kernel, [*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)])
-    phases = [
-        compiler.compile_function(function, dtype.name, {"contract", "reassoc", "nsz"}, checked=True)
-        for function in source.phases
-    ]
+    phases = checked_phases(kernel, (*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)))
     numbers = {**call.attributes, **planned.numbers}
     values = [
         np.array(numbers[name], np.int64)
@@ -397,12 +404,14 @@ except ortgrad.KernelError as error:
 
 
 def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:
-    shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, 3, 3]}
-    node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[1, 1, 1, 1])
-    both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
-    kept = {
-        kernels: {n.op_type for n in ortgrad.prepare(both, kernels=kernels).graph.node}
-        for kernels in ("auto", "compiled")
-    }
-    assert "ReluGrad" in kept["auto"] & kept["compiled"]
-    assert "ConvGrad" in kept["compiled"] - kept["auto"]
+    kept = {}
+    for size in (3, 1):
+        shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, size, size]}
+        node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[size // 2] * 4)
+        both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
+        for kernels in ("auto", "compiled"):
+            prepared = ortgrad.prepare(both, kernels=kernels)
+            kept[kernels, size] = {n.op_type for n in prepared.graph.node}
+    assert all("ReluGrad" in names for names in kept.values())
+    assert "ConvGrad" in kept["auto", 3] & kept["compiled", 3] & kept["compiled", 1]
+    assert "ConvGrad" not in kept["auto", 1]

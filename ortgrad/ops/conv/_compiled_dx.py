@@ -70,7 +70,8 @@ def channels_task(
     room = geometry[DX_BLOCKS] * COLUMNS
     line, start = unit // part[PART_UNITS], unit % part[PART_UNITS] * room
     panels, own = geometry[PANELS] != 0, part[PART_TAPS]
-    together = max(1, TERMS // max(1, own))  # filters whose products are added up at once
+    # The filters whose products are added up at once.
+    together = min(filters, max(1, TERMS // max(1, own)))
     terms = together * own
     # What is copied into a panel too much may lie behind it.
     size = terms * COLUMNS + TILE
