@@ -264,15 +264,15 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
 
 
 @functools.cache
-def checked_phases(kernel: CompiledKernel, dtypes: tuple[str, ...]) -> list[Any]:
-    """The functions of a kernel, compiled so that they check every index."""
+def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
+    """The functions of a compiled kernel with checks of all indices."""
     from ortgrad.compiled import compiler
 
+    kernel = operator.compiled_kernel
+    assert kernel is not None
     source = source_of(kernel, dtypes)
-    return [
-        compiler.compile_function(function, source.element, {"contract", "reassoc", "nsz"}, checked=True)
-        for function in source.phases
-    ]
+    flags = {"contract", "reassoc", "nsz"}
+    return [compiler.compile_function(f, source.element, flags, checked=True) for f in source.phases]
 
 
 def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
@@ -292,8 +292,13 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
         planned = kernel.plan(*known, *shapes, **call.attributes)
     assert planned is not None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
-    outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
-    phases = checked_phases(kernel, (*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)))
+    types = [dtype if slot.type in operator.types else np.dtype(slot.type) for slot in operator.outputs]
+    outputs = [
+        np.full(0 if shape is None else shape, np.nan if of.kind == "f" else -1, of)
+        for shape, of in zip(shapes, types, strict=True)
+    ]
+    names = [array.dtype.name for array in (*feed, *outputs)]
+    phases = checked_functions(operator, tuple(names))
     numbers = {**call.attributes, **planned.numbers}
     values = [
         np.array(numbers[name], np.int64)

@@ -37,6 +37,8 @@ CHOSEN: dict[str, Geometry] = {
     "gaps between windows": ([1, 4, 11, 13], [5, 4, 2, 2], {"strides": [3, 4], "pads": [1, 0, 2, 1]}),
     "dilated over the padding": ([1, 4, 5, 6], [5, 4, 3, 3], {"dilations": [4, 3], "pads": [4, 3, 4, 3]}),
     "padding on one side": ([2, 4, 6, 7], [18, 4, 3, 5], {"pads": [0, 4, 2, 0], "strides": [1, 2]}),
+    "windows that see padding only": ([1, 3, 6, 1], [5, 3, 2, 2], {"strides": [3, 3], "pads": [1, 3, 0, 0]}),
+    "rows that see padding only": ([2, 3, 2, 9], [5, 3, 2, 2], {"strides": [4, 1], "pads": [5, 0, 3, 9]}),
     "rest behind the windows": ([1, 6, 10, 11], [8, 6, 3, 3], {"strides": [4, 3]}),
     "groups": ([2, 12, 9, 9], [60, 4, 3, 3], {"group": 3, "pads": [1, 1, 1, 1]}),
     "3d": ([1, 5, 6, 7, 8], [18, 5, 3, 2, 3], {"pads": [1, 0, 1, 1, 1, 1], "strides": [2, 1, 1]}),
@@ -95,7 +97,14 @@ def test_random_geometries(seed: int, dtype: str, without_the_numpy_kernel: None
 
 def test_no_index_is_outside_of_its_tensor() -> None:
     random = np.random.default_rng(1)
-    names = ["panels over several samples", "pointwise, in place", "gaps between windows", "groups", "3d"]
+    names = [
+        "windows that see padding only",
+        "panels over several samples",
+        "pointwise, in place",
+        "gaps between windows",
+        "groups",
+        "3d",
+    ]
     for x, w, attributes in [
         *(CHOSEN[name] for name in names),
         *(random_geometry(random) for _ in range(10)),

@@ -19,6 +19,11 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def sqrt(x: float) -> float:
+    """Return the square root, NaN for a negative number."""
+    return math.sqrt(x) if x >= 0 else math.nan
+
+
 def double(x: float) -> float:
     """Return a number in double precision, for sums."""
     return float(x)
@@ -91,8 +96,8 @@ def clear(array: np.ndarray, place: int, count: int) -> None:
         array[place + k] = 0
 
 
-def copy(into: np.ndarray, place: int, source: np.ndarray, start: int, count: int) -> None:
-    """Copy elements."""
+def copy_elements(into: np.ndarray, place: int, source: np.ndarray, start: int, count: int) -> None:
+    """Copy elements from one place to another."""
     for k in range(count):
         into[place + k] = source[start + k]
 
@@ -107,13 +112,30 @@ def prefetch(array: np.ndarray, place: int) -> None:
     """Begin to load an element, and those beside it, into the cache. It need not exist."""
 
 
+def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
+    """Compute one weighted sum of rows: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
+
+    Up to SLACK elements more are read of every row, and written after the sum.
+    """
+    parts = [w * rows[s : s + count] for s, w in zip(starts, weights, strict=False)]
+    sums[:count] = np.sum(parts, axis=0) if parts else 0
+
+
+def copy(into: np.ndarray, source: np.ndarray) -> None:
+    """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
+    count = min(len(into), len(source))
+    into[:count] = source[:count]
+
+
 SUMS = 256
+SLACK = 64
 # The most rows of add_products; its columns are a multiple of TILE.
 TILE_ROWS, TILE = 6, 16
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
     "power_of_two": power_of_two,
+    "sqrt": sqrt,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,
@@ -122,9 +144,11 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "add_products": add_products,
     "transpose": transpose,
     "clear": clear,
-    "copy": copy,
+    "copy_elements": copy_elements,
     "copy_vector": copy_vector,
     "prefetch": prefetch,
+    "add_row": add_row,
+    "copy": copy,
 }
 
 
@@ -185,3 +209,8 @@ def _exp_double(x: float) -> float:
 
 
 exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+
+
+def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:
+    """Return a * weight_a + b * weight_b, which is infinite if one product is."""
+    return a * weight_a + b * weight_b

@@ -10,24 +10,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ortgrad.compiled import instructions
 from ortgrad.compiled.functions import TILE, TILE_ROWS
 
 _WORD = ir.IntType(64)
 _FUSED = ("contract",)
-NAMES = frozenset(["add_products", "transpose", "clear", "copy", "copy_vector", "prefetch"])
+NAMES = frozenset(["add_products", "transpose", "clear", "copy_elements", "copy_vector", "prefetch"])
 
 
-def _registers(bits: int) -> tuple[int, int]:
-    """Return how many numbers a vector register holds, and how many vectors of a row fit into registers.
-
-    The sums of a tile take `TILE_ROWS` registers for every vector of a row.
-    """
+def _vectors() -> int:
+    """Return how many vectors of a row fit into registers, if each takes TILE_ROWS registers for sums."""
     features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 512 // bits, 4
-    if features.get("avx") and features.get("fma"):
-        return 256 // bits, 2
-    return 128 // bits, 4 if features.get("neon") else 2
+    return 4 if features.get("avx512f") or features.get("neon") else 2
 
 
 @intrinsic
@@ -48,7 +42,7 @@ def add_products(
 ) -> Any:
     """Add products to a tile of sums (see ortgrad.compiled.functions)."""
     element = ir.DoubleType() if left.dtype == types.float64 else ir.FloatType()
-    lanes, most = _registers(left.dtype.bitwidth)
+    lanes, most = instructions.lanes(left.dtype.bitwidth), _vectors()
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def array(i: int) -> Any:
@@ -140,9 +134,12 @@ def _tile(module: Any, element: Any, lanes: int, rows: int, vectors: int) -> Any
     builder.position_at_end(inner)
     k, totals = builder.phi(_WORD), [builder.phi(kind) for _ in tile]
     place = builder.gep(base, [builder.load(builder.gep(places, [k]))])
-    values = [_vector(builder, place, j * lanes, kind, align) for j in range(vectors)]
+    values = [instructions.load_vector(builder, place, j * lanes, kind, align) for j in range(vectors)]
     step = builder.load(builder.gep(steps, [k]))
-    factors = [_broadcast(builder, builder.load(builder.gep(pointer, [step])), kind) for pointer in pointers]
+    factors = [
+        instructions.broadcast(builder, builder.load(builder.gep(pointer, [step])), kind)
+        for pointer in pointers
+    ]
     added = [
         builder.fadd(total, builder.fmul(factors[i], values[j], flags=_FUSED), flags=_FUSED)
         for (i, j), total in zip(tile, totals, strict=True)
@@ -207,7 +204,9 @@ def _transposition(module: Any, element: Any) -> Any:
     align = 8 if isinstance(element, ir.DoubleType) else 4
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     rows = [
-        _vector(builder, builder.gep(source, [builder.mul(stride, _WORD(i))]), 0, kind, align)
+        instructions.load_vector(
+            builder, builder.gep(source, [builder.mul(stride, _WORD(i))]), 0, kind, align
+        )
         for i in range(TILE)
     ]
     half = TILE // 2
@@ -241,7 +240,7 @@ def clear(_: Any, array: Any, place: Any, count: Any) -> Any:
 
 
 @intrinsic
-def copy(_: Any, into: Any, place: Any, source: Any, start: Any, count: Any) -> Any:
+def copy_elements(_: Any, into: Any, place: Any, source: Any, start: Any, count: Any) -> Any:
     """Copy elements (see ortgrad.compiled.functions)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -265,7 +264,7 @@ def copy_vector(_: Any, into: Any, place: Any, source: Any, start: Any) -> Any:
         to, given = (
             context.make_array(signature.args[i])(context, builder, value=arguments[i]).data for i in (0, 2)
         )
-        value = _vector(builder, builder.gep(given, [arguments[3]]), 0, kind, align)
+        value = instructions.load_vector(builder, builder.gep(given, [arguments[3]]), 0, kind, align)
         target = builder.bitcast(builder.gep(to, [arguments[1]]), kind.as_pointer())
         builder.store(value, target, align=align)
         return context.get_dummy_value()
@@ -288,14 +287,3 @@ def prefetch(_: Any, array: Any, place: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, place), generate
-
-
-def _vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
-    pointer = builder.bitcast(builder.gep(row, [_WORD(place)]), kind.as_pointer())
-    return builder.load(pointer, align=align)
-
-
-def _broadcast(builder: Any, number: Any, kind: Any) -> Any:
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
-    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy, double, transpose
+from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, double, transpose
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv._compiled_dw import aligned, weights_task
@@ -300,7 +300,9 @@ def _embed(
 ) -> None:
     """Copy a channel into its box; `size`, `box` and `head` are places in the geometry."""
     depth, height, width = geometry[size], geometry[size + 1], geometry[size + 2]
-    rows, pitch, before = geometry[box + 1], geometry[box + 2], geometry[head + 2]
+    rows, pitch = geometry[box + 1], geometry[box + 2]
+    # Windows may see padding only, and the box ends where they do.
+    before = min(geometry[head + 2], pitch)
     count = min(width, pitch - before)
     for i in range(geometry[box] * rows):
         z, y = i // rows - geometry[head], i % rows - geometry[head + 1]
@@ -309,7 +311,7 @@ def _embed(
             clear(boxes, start, pitch)
             continue
         clear(boxes, start, before)
-        copy(boxes, start + before, source, ((channel * depth + z) * height + y) * width, count)
+        copy_elements(boxes, start + before, source, ((channel * depth + z) * height + y) * width, count)
         clear(boxes, start + before + count, pitch - before - count)
 
 

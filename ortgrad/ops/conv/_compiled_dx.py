@@ -11,7 +11,7 @@ from ortgrad.compiled.functions import (
     allocate,
     allocate_integers,
     clear,
-    copy,
+    copy_elements,
     copy_vector,
     prefetch,
     release,
@@ -147,7 +147,7 @@ def channels_task(
             n, place = lengths[run], targets[run] + (first + c) * area
             values, to = sums[c * room + columns[run] :], dx[place : place + (n - 1) * step + 1]
             if step == 1:
-                copy(dx, place, sums, c * room + columns[run], n)
+                copy_elements(dx, place, sums, c * room + columns[run], n)
             else:
                 for k in range(n):
                     to[k * step] = values[k]

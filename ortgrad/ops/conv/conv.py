@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
@@ -12,6 +12,18 @@ from ortgrad.ops.conv import _body, _compiled, _numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from ortgrad.ops.conv._compiled import Known
+
+
+ATTRIBUTES: Mapping[str, Any] = {
+    "auto_pad": Choice(*AUTO_PADS),
+    "dilations": list[int],
+    "group": 1,
+    "kernel_shape": list[int],
+    "pads": list[int],
+    "strides": list[int],
+}
 
 
 def _shapes(dy: Operand, x: Operand, w: Operand, **_: Any) -> Sequence[Shape | None]:
@@ -31,22 +43,27 @@ conv_grad = operator(
     outputs=["dX?", "dW?", "dB?"],
     shapes=_shapes,
     dims=_dims,
-    attributes={
-        "auto_pad": Choice(*AUTO_PADS),
-        "dilations": list[int],
-        "group": 1,
-        "kernel_shape": list[int],
-        "pads": list[int],
-        "strides": list[int],
-    },
+    attributes=ATTRIBUTES,
 )(_numpy.conv_grad)
 conv_grad.onnx(_body.conv_grad_body)
+
+
+def is_depthwise(w: Shape | None, group: int) -> bool:
+    """Whether every group is known to have a single channel, and one or two dimensions."""
+    return w is not None and w[1] == 1 and group > 1 and 3 <= len(w) <= 4
+
+
+def _is_fastest(dy: Known, x: Known, w: Known, *, group: int, **attributes: Any) -> bool:
+    # Depthwise convolutions get another kernel.
+    return is_depthwise(w, group) or _compiled.is_fastest(dy, x, w, group=group, **attributes)
+
+
 conv_grad.compiled(
     views=[1] * 6,
     scratch=[1] * 3,
     plan=_compiled.plan,
     first=_compiled.prepare,
-    auto=_compiled.is_fastest,
+    auto=_is_fastest,
 )(_compiled.conv_grad_task)
 
 
