@@ -409,12 +409,14 @@ except ortgrad.KernelError as error:
 
 
 def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:
-    shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, 3, 3]}
-    node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[1, 1, 1, 1])
-    both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
-    kept = {
-        kernels: {n.op_type for n in ortgrad.prepare(both, kernels=kernels).graph.node}
-        for kernels in ("auto", "compiled")
-    }
-    assert "ReluGrad" in kept["auto"] & kept["compiled"]
-    assert "ConvGrad" in kept["compiled"] - kept["auto"]
+    kept = {}
+    for size in (3, 1):
+        shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, size, size]}
+        node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[size // 2] * 4)
+        both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
+        for kernels in ("auto", "compiled"):
+            prepared = ortgrad.prepare(both, kernels=kernels)
+            kept[kernels, size] = {n.op_type for n in prepared.graph.node}
+    assert all("ReluGrad" in names for names in kept.values())
+    assert "ConvGrad" in kept["auto", 3] & kept["compiled", 3] & kept["compiled", 1]
+    assert "ConvGrad" not in kept["auto", 1]

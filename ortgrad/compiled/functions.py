@@ -51,24 +51,71 @@ def release(array: np.ndarray) -> None:
     """Release an array that was allocated."""
 
 
-def add_rows(
-    sums: np.ndarray, stride: int, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int
+def add_products(
+    sums: np.ndarray,
+    pitch: int,
+    left: np.ndarray,
+    starts: np.ndarray,
+    rows: int,
+    shifts: np.ndarray,
+    steps: np.ndarray,
+    right: np.ndarray,
+    bases: np.ndarray,
+    places: np.ndarray,
+    columns: int,
+    fresh: bool,
 ) -> None:
-    """Compute four weighted sums of rows, each with `count` elements, in registers.
+    """Compute a tile of sums of products in registers, and add it to `sums`, or, if `fresh`, write it there.
 
-    sums[i * stride + k] = sum over t of weights[4 * t + i] * rows[starts[t] + k]
+    sums[i * pitch + j] = sum over g and k of
+        left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
 
-    Up to SLACK elements more are read of every row, and written after every sum.
+    for i < rows <= TILE_ROWS, and j < columns, a multiple of TILE.
     """
-    for i in range(4):
-        parts = [w * rows[s : s + count] for s, w in zip(starts, weights[i::4], strict=True)]
-        sums[i * stride : i * stride + count] = np.sum(parts, axis=0) if parts else 0
+    for i in range(rows):
+        for j in range(columns):
+            total = left[0] * 0
+            for g in range(len(shifts)):
+                for k in range(len(steps)):
+                    total += left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
+            if not fresh:
+                total += sums[i * pitch + j]
+            sums[i * pitch + j] = total
+
+
+def transpose(into: np.ndarray, place: int, pitch: int, source: np.ndarray, start: int, stride: int) -> None:
+    """into[place + i * pitch + k] = source[start + k * stride + i] for i and k < TILE"""
+    for i in range(TILE):
+        for k in range(TILE):
+            into[place + i * pitch + k] = source[start + k * stride + i]
+
+
+def clear(array: np.ndarray, place: int, count: int) -> None:
+    """Set elements to zero."""
+    for k in range(count):
+        array[place + k] = 0
+
+
+def copy_elements(into: np.ndarray, place: int, source: np.ndarray, start: int, count: int) -> None:
+    """Copy elements from one place to another."""
+    for k in range(count):
+        into[place + k] = source[start + k]
+
+
+def copy_vector(into: np.ndarray, place: int, source: np.ndarray, start: int) -> None:
+    """Copy TILE elements."""
+    for k in range(TILE):
+        into[place + k] = source[start + k]
+
+
+def prefetch(array: np.ndarray, place: int) -> None:
+    """Begin to load an element, and those beside it, into the cache. It need not exist."""
 
 
 def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
     """Compute a weighted sum of rows in registers: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
 
-    Up to SLACK elements more are read of every row, and written.
+    Up to SLACK elements more are read of every row, and written after the sum.
     """
     for k in range(count):
         total = weights[0] * 0
@@ -85,6 +132,8 @@ def copy_row(into: np.ndarray, source: np.ndarray) -> None:
 
 SUMS = 256
 SLACK = 64
+# The most rows of add_products; its columns are a multiple of TILE.
+TILE_ROWS, TILE = 6, 16
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
@@ -95,7 +144,12 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "allocate": allocate,
     "allocate_integers": allocate_integers,
     "release": release,
-    "add_rows": add_rows,
+    "add_products": add_products,
+    "transpose": transpose,
+    "clear": clear,
+    "copy_elements": copy_elements,
+    "copy_vector": copy_vector,
+    "prefetch": prefetch,
     "add_row": add_row,
     "copy_row": copy_row,
 }

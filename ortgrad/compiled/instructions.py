@@ -210,70 +210,20 @@ def release(array: Any) -> None:
     free(array.ctypes.data)
 
 
-def _registers(bits: int) -> tuple[int, int]:
-    """Return how many numbers a vector register holds, and how many vectors of a row are summed up at once.
-
-    Four sums are computed together. Sixteen registers are enough for three vectors of each, and thirty-two
-    for four.
-    """
+def lanes(bits: int) -> int:
+    """Return how many numbers of so many bits a vector register holds."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
-        return 512 // bits, 4
-    if features.get("avx") and features.get("fma"):
-        return 256 // bits, 3
-    return 128 // bits, 4 if features.get("neon") else 3
+        return 512 // bits
+    return (256 if features.get("avx") and features.get("fma") else 128) // bits
 
 
-@intrinsic
-def add_rows(_: Any, sums: Any, stride: Any, rows: Any, starts: Any, weights: Any, count: Any) -> Any:
-    """Compute four weighted sums of rows (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if rows.dtype == types.float64 else ir.FloatType()
-    lanes, vectors = _registers(64 if rows.dtype == types.float64 else 32)
-    kind = ir.VectorType(element, lanes)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        arrays = [
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]) for i in (0, 2, 3, 4)
-        ]
-        into, source, places, factors = (array.data for array in arrays)
-        terms = builder.extract_value(arrays[2].shape, 0)
-        stride, count = arguments[1], arguments[5]
-        step = _WORD(lanes * vectors)
-        blocks = builder.sdiv(builder.add(count, _WORD(lanes * vectors - 1)), step)
-        align = rows.dtype.bitwidth // 8
-        with builder.goto_entry_block():
-            totals = [builder.alloca(kind) for _ in range(4 * vectors)]
-        with cgutils.for_range(builder, blocks) as block:
-            first = builder.mul(block.index, step)
-            for total in totals:
-                builder.store(ir.Constant(kind, None), total)
-            with cgutils.for_range(builder, terms) as term:
-                start = builder.load(builder.gep(places, [term.index]))
-                row = builder.gep(source, [builder.add(start, first)])
-                values = [_load_vector(builder, row, j * lanes, kind, align) for j in range(vectors)]
-                weight = builder.gep(factors, [builder.mul(term.index, _WORD(4))])
-                for i in range(4):
-                    factor = _broadcast(builder, builder.load(builder.gep(weight, [_WORD(i)])), kind)
-                    for j, value in enumerate(values):
-                        total = totals[i * vectors + j]
-                        product = builder.fmul(factor, value, flags=("contract",))
-                        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-            for i in range(4):
-                place = builder.gep(into, [builder.add(builder.mul(stride, _WORD(i)), first)])
-                for j in range(vectors):
-                    pointer = builder.bitcast(builder.gep(place, [_WORD(j * lanes)]), kind.as_pointer())
-                    builder.store(builder.load(totals[i * vectors + j]), pointer, align=align)
-        return context.get_dummy_value()
-
-    return types.void(sums, stride, rows, starts, weights, count), generate
-
-
-def _load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
+def load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
     pointer = builder.bitcast(builder.gep(row, [_WORD(place)]), kind.as_pointer())
     return builder.load(pointer, align=align)
 
 
-def _broadcast(builder: Any, number: Any, kind: Any) -> Any:
+def broadcast(builder: Any, number: Any, kind: Any) -> Any:
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)

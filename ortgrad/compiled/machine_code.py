@@ -24,6 +24,7 @@ _PARTS = (
     "instructions.py",
     "layout.py",
     "processor.py",
+    "products.py",
     "rows.py",
 )
 

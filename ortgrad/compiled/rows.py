@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ortgrad.compiled import instructions
+
 NAMES = ("add_row", "copy_row")
 _WORD = ir.IntType(64)
-
-
-def _registers(bits: int) -> tuple[int, int]:
-    """Return how many numbers a vector register holds, and how many sums hide the latency of additions."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 512 // bits, 4
-    return (256 if features.get("avx") and features.get("fma") else 128) // bits, 8
 
 
 @intrinsic
 def add_row(_: Any, sums: Any, rows: Any, starts: Any, weights: Any, count: Any) -> Any:
     """Compute one weighted sum of rows (see ortgrad.compiled.functions)."""
     element = ir.DoubleType() if rows.dtype == types.float64 else ir.FloatType()
-    lanes, vectors = _registers(rows.dtype.bitwidth)
+    lanes = instructions.lanes(rows.dtype.bitwidth)
+    # Enough sums to hide the latency of additions.
+    vectors = 4 if lanes * rows.dtype.bitwidth == 512 else 8
     kind, align = ir.VectorType(element, lanes), rows.dtype.bitwidth // 8
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -46,9 +41,11 @@ def add_row(_: Any, sums: Any, rows: Any, starts: Any, weights: Any, count: Any)
             with cgutils.for_range(builder, terms) as term:
                 start = builder.load(builder.gep(places, [term.index]))
                 row = builder.gep(source, [builder.add(start, first)])
-                factor = _broadcast(builder, builder.load(builder.gep(factors, [term.index])), kind)
+                factor = instructions.broadcast(
+                    builder, builder.load(builder.gep(factors, [term.index])), kind
+                )
                 for j, total in enumerate(totals):
-                    value = _load_vector(builder, row, j * lanes, kind, align)
+                    value = instructions.load_vector(builder, row, j * lanes, kind, align)
                     product = builder.fmul(factor, value, flags=("contract",))
                     builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
             for j, total in enumerate(totals):
@@ -76,14 +73,3 @@ def copy_row(_: Any, into: Any, source: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(into, source), generate
-
-
-def _load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
-    pointer = builder.bitcast(builder.gep(row, [_WORD(place)]), kind.as_pointer())
-    return builder.load(pointer, align=align)
-
-
-def _broadcast(builder: Any, number: Any, kind: Any) -> Any:
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
-    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
