@@ -11,7 +11,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 
-from ortgrad.compiled import entry, instructions, processor
+from ortgrad.compiled import entry, functions, instructions, processor
 from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.source import Function, Source
@@ -64,6 +64,8 @@ def compile_function(function: Function, element: str, flags: set[str], *, check
         allocate=instructions.allocator(element),
         allocate_integers=instructions.allocator("int64"),
     )
+    if checked:
+        names["multiply_panel"] = njit(error_model="numpy", boundscheck=True)(functions.multiply_panel)
     for name, called in function.functions:
         names[name] = compile_function(called, element, _FUSE if called.exact else flags, checked=checked)
     python = _execute(function.text, "function", names)

@@ -60,8 +60,30 @@ def add_rows(
         sums[i * stride : i * stride + count] = np.sum(parts, axis=0) if parts else 0
 
 
+def multiply_panel(
+    sums: np.ndarray,
+    stride: int,
+    left: np.ndarray,
+    left_stride: int,
+    panel: np.ndarray,
+    terms: int,
+    rows: int,
+) -> None:
+    """Multiply rows with a panel, a matrix with PANEL columns, in registers.
+
+    sums[i * stride + k] = sum over t of left[i * left_stride + t] * panel[t * PANEL + k]
+    """
+    for i in range(rows):
+        for k in range(PANEL):
+            total = sums[0] * 0
+            for t in range(terms):
+                total += left[i * left_stride + t] * panel[t * PANEL + k]
+            sums[i * stride + k] = total
+
+
 SUMS = 256
 SLACK = 64
+PANEL = 32
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
@@ -72,6 +94,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "allocate_integers": allocate_integers,
     "release": release,
     "add_rows": add_rows,
+    "multiply_panel": multiply_panel,
 }
 
 
@@ -132,3 +155,36 @@ def _exp_double(x: float) -> float:
 
 
 exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+
+
+def sigmoid(x: float) -> float:
+    """Return 1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + exp(-x))
+
+
+def _tanh_single(x: float) -> float:
+    # Near 0 a polynomial, as in Cephes; the difference 1 - t would cancel.
+    s = x * x
+    p = s * -5.70498872745e-3 + 2.06390887954e-2
+    p = p * s - 5.37397155531e-2
+    p = p * s + 1.33314422036e-1
+    p = p * s - 3.33332819422e-1
+    near = p * s * x + x
+    t = exp(-2.0 * abs(x))
+    far = (1.0 - t) / (1.0 + t)
+    far = far if x > 0.0 else -far
+    return near if abs(x) < 0.625 else far
+
+
+def _tanh_double(x: float) -> float:
+    s = x * x
+    p = (s * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * s - 1.61468768441708447952e3
+    q = ((s + 1.12811678491632931402e2) * s + 2.23548839060100448583e3) * s + 4.84406305325125486048e3
+    near = x * s * (p / q) + x
+    t = exp(-2.0 * abs(x))
+    far = (1.0 - t) / (1.0 + t)
+    far = far if x > 0.0 else -far
+    return near if abs(x) < 0.625 else far
+
+
+tanh: Callable[[float], float] = ByType(_tanh_single, _tanh_double)

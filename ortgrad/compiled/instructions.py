@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from ortgrad.compiled.functions import SUMS
 from ortgrad.compiled.layout import ITEM_SIZES
+from ortgrad.compiled.panels import multiply_panel as multiply_panel
 
 _WORD = ir.IntType(64)
 WORD = types.int64
@@ -91,6 +92,18 @@ def call3(_: Any, address: Any, a: Any, b: Any, c: Any) -> Any:
 def call5(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     """Call a C function with five arguments."""
     return WORD(*[WORD] * 6), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call6(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Call a C function with six arguments."""
+    return WORD(*[WORD] * 7), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call7(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Any:
+    """Call a C function with seven arguments."""
+    return WORD(*[WORD] * 8), lambda context, builder, signature, arguments: _call(builder, arguments)
 
 
 def pointer_to(dtype: str) -> Any:

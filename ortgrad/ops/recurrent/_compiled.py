@@ -1,0 +1,165 @@
+"""What the compiled kernels of GRU and LSTM have in common.
+
+onnxruntime computes X W^T for all steps before the recurrence, and dX, dW and dR after it. A task takes some
+rows of the batch through all steps in one direction: the rows are independent of each other. R is copied into
+panels first, so that the products of a step run in registers.
+
+The kernels support the default activations, without clip, peepholes and lengths of sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.compiled.functions import PANEL, SUMS, double, doubles, multiply_panel
+from ortgrad.operators.compiled import Matrix, Product
+from ortgrad.ops.recurrent._cell import Cell
+
+if TYPE_CHECKING:
+    Sizes = Sequence[int]
+
+# Rows of the batch that a task takes through the steps.
+_ROWS = 16
+
+# Places in `geometry`.
+STEPS, BATCH, HIDDEN, DIRECTIONS, REVERSE, ROWS = range(6)
+# Distances of steps, directions and rows of the batch: in X W^T and the gradient of it, which have all gates
+# of both directions in a row; in the states of all steps and their gates; in single states (no steps); and in
+# matrices that have one direction after the other.
+TABLES, STATES, SINGLE, SEPARATE = 6, 9, 12, 15
+OWN = 18  # from here on, the numbers of a cell
+
+
+def is_supported(cell: Cell, *absent: Sequence[int | None] | None) -> bool:
+    """Return whether there are kernels for a cell; `absent` are the shapes of inputs that must be absent."""
+    names = [[activation.name for activation in direction] for direction in cell.activations]
+    default = all(tuple(direction) == cell.default_activations for direction in names)
+    return default and cell.clip is None and all(shape is None or tuple(shape) == (0,) for shape in absent)
+
+
+def geometry(cell: Cell, x: Sizes, hidden: int, *own: int) -> list[int]:
+    """Return the numbers that all tasks of a kernel read."""
+    directions = len(cell.reverse)
+    batch, steps = (x[0], x[1]) if cell.batch_first else (x[1], x[0])
+    if cell.batch_first:
+        table = states = directions, 1, steps * directions
+        single, separate = (0, 1, directions), (1, steps * batch, steps)
+    else:
+        table, states = (batch * directions, 1, directions), (directions * batch, batch, 1)
+        single, separate = (0, batch, 1), (batch, steps * batch, 1)
+    reverse = int(cell.reverse[0])
+    sizes = steps, batch, hidden, directions, reverse, min(_ROWS, batch)
+    return [*sizes, *table, *states, *single, *separate, *own]
+
+
+def task_count(x: Sizes, cell: Cell) -> int:
+    """Return the number of tasks that go through the steps."""
+    batch = x[0] if cell.batch_first else x[1]
+    return len(cell.reverse) * -(-batch // _ROWS)
+
+
+def panels(columns: int) -> int:
+    """Return the number of panels for a matrix with so many columns."""
+    return -(-columns // PANEL)
+
+
+def flat(*shapes: Sizes | None) -> list[tuple[int]]:
+    """Return views of all tensors as vectors."""
+    return [(0,) if shape is None else (math.prod(shape),) for shape in shapes]
+
+
+def projection(x: Sizes, w: Sizes) -> list[Product]:
+    """X W^T for both directions, into the scratch tensor `weighted`."""
+    rows, columns = x[0] * x[1], w[0] * w[1]
+    return [
+        Product(Matrix("weighted", rows, columns), Matrix("x", rows, x[2]), Matrix("w", columns, x[2]), "right")
+    ]
+
+
+def weight_gradients(table: str, x: Sizes, w: Sizes, dx: Any, dw: Any) -> list[Product]:
+    """dX and dW, from the gradient of X W^T."""
+    rows, columns = x[0] * x[1], w[0] * w[1]
+    da = Matrix(table, rows, columns)
+    products = []
+    if dx is not None:
+        products.append(Product(Matrix("dx", rows, x[2]), da, Matrix("w", columns, x[2])))
+    if dw is not None:
+        products.append(Product(Matrix("dw", columns, x[2]), da, Matrix("x", rows, x[2]), "left"))
+    return products
+
+
+def distance(geometry: np.ndarray, kind: int, t: int, d: int, n: int) -> int:
+    """Return the number of a row in a kind of tensor, for a step, a direction and a row of the batch."""
+    return t * geometry[kind] + d * geometry[kind + 1] + n * geometry[kind + 2]
+
+
+def pack_transposed(panel: np.ndarray, matrix: np.ndarray, first: int, terms: int, count: int) -> None:
+    """Copy `count` rows of a matrix, each with `terms` elements, into the columns of a panel."""
+    for j in range(PANEL):
+        if j < count:
+            row = matrix[first + j * terms : first + (j + 1) * terms]
+            for k in range(terms):
+                panel[k * PANEL + j] = row[k]
+        else:
+            for k in range(terms):
+                panel[k * PANEL + j] = 0.0
+
+
+def pack(panel: np.ndarray, matrix: np.ndarray, first: int, stride: int, terms: int, count: int) -> None:
+    """Copy `count` columns of `terms` rows of a matrix into a panel."""
+    for k in range(terms):
+        to, row = panel[k * PANEL : (k + 1) * PANEL], matrix[first + k * stride : first + k * stride + count]
+        for j in range(count):
+            to[j] = row[j]
+        for j in range(count, PANEL):
+            to[j] = 0.0
+
+
+def multiply(
+    sums: np.ndarray,
+    stride: int,
+    left: np.ndarray,
+    left_stride: int,
+    packed: np.ndarray,
+    terms: int,
+    rows: int,
+) -> None:
+    """Multiply rows with a matrix in panels: its columns, padded to whole panels, become rows of the sums."""
+    for p in range(len(packed) // (terms * PANEL)):
+        panel = packed[p * terms * PANEL : (p + 1) * terms * PANEL]
+        multiply_panel(sums[p * PANEL :], stride, left, left_stride, panel, terms, rows)
+
+
+def add(to: np.ndarray, values: np.ndarray) -> None:
+    """Add a row to another."""
+    for k in range(len(values)):
+        to[k] += values[k]
+
+
+def copy(to: np.ndarray, values: np.ndarray) -> None:
+    """Copy a row."""
+    for k in range(len(values)):
+        to[k] = values[k]
+
+
+def fill(to: np.ndarray, value: float) -> None:
+    """Fill a row with a number."""
+    for k in range(len(to)):
+        to[k] = value
+
+
+def sum_columns(to: np.ndarray, first: int, matrix: np.ndarray, columns: int) -> None:
+    """Add up the rows of a matrix in SUMS columns from `first` on, or as many as there are."""
+    sums, count = doubles(), min(SUMS, columns - first)
+    for k in range(count):
+        sums[k] = double(0.0)
+    for i in range(len(matrix) // columns):
+        row = matrix[i * columns + first : i * columns + first + count]
+        for k in range(count):
+            sums[k] += double(row[k])
+    for k in range(count):
+        to[first + k] = sums[k]
