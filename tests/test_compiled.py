@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ortgrad.compiled import cache, functions, machine_code
 from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.call import make_call
-from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
+from ortgrad.operators.compiled import CompiledKernel, Matrix, Plan, Product, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
 from ortgrad.runtime.evaluate import declared_shapes
 
@@ -262,8 +262,23 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
         CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
 
 
-def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
-    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
+def compute_products(products: Sequence[Product], tensors: Mapping[str, np.ndarray]) -> None:
+    """What onnxruntime computes before and after the tasks."""
+
+    def matrix(of: Matrix) -> np.ndarray:
+        part = tensors[of.tensor].reshape(-1)[of.start : of.start + of.rows * of.columns]
+        return part.reshape(of.rows, of.columns)
+
+    for into, left, right, transposed in products:
+        a, b = matrix(left), matrix(right)
+        matrix(into)[...] = (a.T if transposed == "left" else a) @ (b.T if transposed == "right" else b)
+
+
+def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
+    """The outputs of a compiled kernel whose functions check every index; run task by task from Python.
+
+    None if the kernel does not support the case.
+    """
     from ortgrad.compiled import compiler
 
     kernel = operator.compiled_kernel
@@ -279,7 +294,8 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
     if kernel.plan is not None:
         known = [None if array is None else array.shape for array in given]
         planned = kernel.plan(*known, *shapes, **call.attributes)
-    assert planned is not None
+    if planned is None:
+        return None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
     outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
     source = source_of(kernel, [*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)])
@@ -304,10 +320,13 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
     tensors = [array.view(np.uint8) if array.dtype == bool else array for array in (*feed, *outputs)]
     views = [array.reshape(shape) for array, shape in zip(tensors, planned.views, strict=True)]
     scratch = [np.full(shape, np.nan, dtype) for shape in planned.scratch]
+    named = dict(zip(kernel.names, (*views, *scratch), strict=True))
+    compute_products(planned.before, named)
     counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
     for function, count in zip(phases, counts, strict=True):
         for task in range(count):
             assert not function(task, *views, *scratch, *values)
+    compute_products(planned.after, named)
     return outputs
 
 
@@ -315,15 +334,19 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
 def test_no_kernel_reads_or_writes_outside_its_tensors(operator: Operator) -> None:
     """Numba's checks raise an IndexError; a result that was not written is NaN."""
     cases = [case for case in CASES if case.op_type == operator.name]
-    assert cases
+    supported = 0
     for case in cases:
         outputs = checked_tasks(operator, case)
+        if outputs is None:
+            continue
+        supported += 1
         given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
         results = operator(*given, **case.attributes)
         expected = results if isinstance(results, tuple) else (results,)
         for actual, right in zip(outputs, expected, strict=True):
             if actual.size:
                 np.testing.assert_allclose(actual, right, rtol=2e-5, atol=1e-5, err_msg=case.name)
+    assert supported
 
 
 def test_plans() -> None:

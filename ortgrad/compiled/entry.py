@@ -122,9 +122,7 @@ def _multiply(state: int, context: int, call: int, product: int, answers: int) -
     if not failed:
         operator = load(state + _PRODUCTS_OF_STATE + 8 * load(product))
         # The result is the last matrix.
-        failed = _fails(
-            api, call6(load(api + _INVOKE), context, operator, answers, 2, answers + 16, 1)
-        )
+        failed = _fails(api, call6(load(api + _INVOKE), context, operator, answers, 2, answers + 16, 1))
     for i in range(made):
         call2(load(api + _RELEASE_VALUE), load(answers + 8 * i), 0)
     return not failed

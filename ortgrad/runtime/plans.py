@@ -161,8 +161,14 @@ def _product_fields(kernel: CompiledKernel, plan: Plan, product: Product, item: 
     sizes = dict(zip(kernel.names, map(math.prod, (*plan.views, *plan.scratch)), strict=True))
     of_left = (left.columns, left.rows) if transposed == "left" else (left.rows, left.columns)
     of_right = (right.columns, right.rows) if transposed == "right" else (right.rows, right.columns)
-    fit = kernel.products and of_left[1] == of_right[0] and (into.rows, into.columns) == (of_left[0], of_right[1])
-    if not fit or any(m.start < 0 or m.start + m.rows * m.columns > sizes[m.tensor] for m in product[:3]):
+    fit = (
+        kernel.products
+        and of_left[1] == of_right[0]
+        and (into.rows, into.columns) == (of_left[0], of_right[1])
+    )
+    if not fit or any(
+        m.start < 0 or m.start + m.rows * m.columns > sizes[m.tensor] for m in (into, left, right)
+    ):
         raise RegistrationError(f"a product of {kernel.function.__name__} cannot be computed: {product}")
     fields = [layout.PRODUCT_KINDS.index(transposed)]
     for m in (left, right, into):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, SUMS, double, doubles, multiply_panel
+from ortgrad.compiled.functions import PANEL, double, doubles, multiply_panel
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.ops.recurrent._cell import Cell
 
@@ -76,7 +76,9 @@ def projection(x: Sizes, w: Sizes) -> list[Product]:
     """X W^T for both directions, into the scratch tensor `weighted`."""
     rows, columns = x[0] * x[1], w[0] * w[1]
     return [
-        Product(Matrix("weighted", rows, columns), Matrix("x", rows, x[2]), Matrix("w", columns, x[2]), "right")
+        Product(
+            Matrix("weighted", rows, columns), Matrix("x", rows, x[2]), Matrix("w", columns, x[2]), "right"
+        )
     ]
 
 
@@ -152,13 +154,13 @@ def fill(to: np.ndarray, value: float) -> None:
         to[k] = value
 
 
-def sum_columns(to: np.ndarray, first: int, matrix: np.ndarray, columns: int) -> None:
-    """Add up the rows of a matrix in SUMS columns from `first` on, or as many as there are."""
-    sums, count = doubles(), min(SUMS, columns - first)
+def sum_columns(to: np.ndarray, first: int, end: int, table: np.ndarray, stride: int, rows: int) -> None:
+    """Add up the rows of a table in up to SUMS columns."""
+    sums, count = doubles(), end - first
     for k in range(count):
         sums[k] = double(0.0)
-    for i in range(len(matrix) // columns):
-        row = matrix[i * columns + first : i * columns + first + count]
+    for i in range(rows):
+        row = table[i * stride + first : i * stride + end]
         for k in range(count):
             sums[k] += double(row[k])
     for k in range(count):

@@ -12,7 +12,6 @@ from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._cell import Cell
 from ortgrad.ops.recurrent._compiled import (
     BATCH,
-    DIRECTIONS,
     HIDDEN,
     REVERSE,
     ROWS,
@@ -35,11 +34,9 @@ if TYPE_CHECKING:
     from ortgrad.ops.recurrent._compiled import Sizes
 
 
-def forward_plan(
-    cell: Cell, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, *others: Any
-) -> Plan | None:
+def forward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, *others: Any) -> Plan | None:
     """Return the plan of LSTMTraining; None if the kernel does not support the case."""
-    *_, p, hall, hfinal, cfinal, call, iofc = others
+    p = others[2]
     directions, columns, hidden = r
     if not shared.is_supported(cell, lengths, p) or not columns * x[0] * x[1] * x[2]:
         return None
@@ -170,7 +167,7 @@ def _new_state(state: np.ndarray, cell: np.ndarray, o: np.ndarray) -> None:
 
 def backward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, lengths: Any, *others: Any) -> Plan | None:
     """Return the plan of LSTMGrad; None if the kernel does not support the case."""
-    *_, p, dx, dw, dr, db, dh0, dc0, dp = others
+    p, dx, dw, dr, db, dp = (*others[-8:-3], others[-1])
     directions, columns, hidden = r
     rows = x[0] * x[1]
     if not shared.is_supported(cell, lengths, p, dp) or not columns * rows * x[2]:
@@ -297,7 +294,10 @@ def lstm_grad_steps(
         t = step if reverse else steps - 1 - step
         start = t == (steps - 1 if reverse else 0)
         for i in range(count):
-            saved, place = distance(geometry, STATES, t, d, first + i), distance(geometry, SEPARATE, t, d, first + i)
+            saved, place = (
+                distance(geometry, STATES, t, d, first + i),
+                distance(geometry, SEPARATE, t, d, first + i),
+            )
             initial = distance(geometry, SINGLE, 0, d, first + i) * hidden
             before = saved + (geometry[STATES] if reverse else -geometry[STATES])
             dh, dc = d_states[i * stride : i * stride + hidden], d_cells[i * hidden : (i + 1) * hidden]
@@ -313,7 +313,10 @@ def lstm_grad_steps(
                 if len(c0) > 0:
                     cell_before = c0[initial : initial + hidden]
             copy(previous[place * hidden : (place + 1) * hidden], state_before)
-            gates, cell = iofc[saved * columns : (saved + 1) * columns], call[saved * hidden : (saved + 1) * hidden]
+            gates, cell = (
+                iofc[saved * columns : (saved + 1) * columns],
+                call[saved * hidden : (saved + 1) * hidden],
+            )
             of_gates = da[place * columns : (place + 1) * columns]
             _through_state(activated, cell)
             o = gates[hidden : 2 * hidden]
@@ -399,5 +402,5 @@ def lstm_grad_sums(
     pieces, rows = (columns + SUMS - 1) // SUMS, geometry[STEPS] * geometry[BATCH]
     d, column = task // pieces, task % pieces * SUMS
     own, end = db[d * 2 * columns : (d * 2 + 1) * columns], min(column + SUMS, columns)
-    sum_columns(own, column, da[d * rows * columns : (d + 1) * rows * columns], columns)
+    sum_columns(own, column, end, da[d * rows * columns :], columns, rows)
     copy(db[(d * 2 + 1) * columns + column : (d * 2 + 1) * columns + end], own[column:end])
