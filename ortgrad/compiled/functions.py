@@ -19,6 +19,11 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def sqrt(x: float) -> float:
+    """Return the square root, NaN for a negative number."""
+    return math.sqrt(x) if x >= 0 else math.nan
+
+
 def double(x: float) -> float:
     """Return a number in double precision, for sums."""
     return float(x)
@@ -65,19 +70,25 @@ def multiply_panel(
     stride: int,
     left: np.ndarray,
     left_stride: int,
+    left_step: int,
     panel: np.ndarray,
     terms: int,
     rows: int,
+    add: int,
 ) -> None:
     """Multiply rows with a panel, a matrix with PANEL columns, in registers.
 
-    sums[i * stride + k] = sum over t of left[i * left_stride + t] * panel[t * PANEL + k]
+    sums[i * stride + k] = sum over t of left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+
+    If `add` is not 0, this is added to what is there.
     """
     for i in range(rows):
         for k in range(PANEL):
-            total = sums[0] * 0
+            total = panel[k] * 0
             for t in range(terms):
-                total += left[i * left_stride + t] * panel[t * PANEL + k]
+                total += left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+            if add:
+                total += sums[i * stride + k]
             sums[i * stride + k] = total
 
 
@@ -88,6 +99,7 @@ PANEL = 32
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
     "power_of_two": power_of_two,
+    "sqrt": sqrt,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,
@@ -188,3 +200,8 @@ def _tanh_double(x: float) -> float:
 
 
 tanh: Callable[[float], float] = ByType(_tanh_single, _tanh_double)
+
+
+def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:
+    """Return a * weight_a + b * weight_b, which is infinite if one product is."""
+    return a * weight_a + b * weight_b

@@ -148,6 +148,18 @@ def power_of_two(_: Any, n: Any) -> Any:
 
 
 @intrinsic
+def sqrt(_: Any, x: Any) -> Any:
+    """Return the square root."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        function = builder.module.declare_intrinsic("llvm.sqrt", [value.type])
+        return builder.call(function, [value])
+
+    return x(x), generate
+
+
+@intrinsic
 def double(_: Any, x: Any) -> Any:
     """Return a number in double precision."""
 

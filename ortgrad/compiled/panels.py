@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -30,60 +30,92 @@ def _shape(bits: int) -> tuple[int, tuple[int, ...]]:
     return 128 // bits, (8, 4, 2, 1) if features.get("neon") else (4, 2, 1)
 
 
+class _Operands(NamedTuple):
+    """The operands of `multiply_panel`, as pointers and integers."""
+
+    sums: Any
+    stride: Any
+    left: Any
+    left_stride: Any
+    left_step: Any
+    panel: Any
+    terms: Any
+    rows: Any
+    add: Any
+
+
 @intrinsic
 def multiply_panel(
-    _: Any, sums: Any, stride: Any, left: Any, left_stride: Any, panel: Any, terms: Any, rows: Any
+    _: Any,
+    sums: Any,
+    stride: Any,
+    left: Any,
+    left_stride: Any,
+    left_step: Any,
+    panel: Any,
+    terms: Any,
+    rows: Any,
+    add: Any,
 ) -> Any:
     """Multiply rows with a panel."""
     bits = panel.dtype.bitwidth
-    element = ir.DoubleType() if bits == 64 else ir.FloatType()
     lanes, groups = _shape(bits)
-    kind = ir.VectorType(element, lanes)
+    kind = ir.VectorType(ir.DoubleType() if bits == 64 else ir.FloatType(), lanes)
+    parameters = sums, stride, left, left_stride, left_step, panel, terms, rows, add
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        into, source, right = (
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data
-            for i in (0, 2, 4)
+        given = _Operands(
+            *(
+                context.make_array(type_)(context, builder, value=value).data
+                if isinstance(type_, types.Array)
+                else value
+                for type_, value in zip(signature.args, arguments, strict=True)
+            )
         )
-        into_stride, source_stride, count, rows = (arguments[i] for i in (1, 3, 5, 6))
         done: Any = _WORD(0)
         for size in groups:
             # With 8, 4, 2 and 1: as many groups of 8 as there are, then at most one of each other size.
-            number = builder.sdiv(builder.sub(rows, done), _WORD(size))
+            number = builder.sdiv(builder.sub(given.rows, done), _WORD(size))
             with cgutils.for_range(builder, number) as group:
                 first = builder.add(done, builder.mul(group.index, _WORD(size)))
-                to = builder.gep(into, [builder.mul(first, into_stride)])
-                of = builder.gep(source, [builder.mul(first, source_stride)])
+                own = given._replace(
+                    sums=builder.gep(given.sums, [builder.mul(first, given.stride)]),
+                    left=builder.gep(given.left, [builder.mul(first, given.left_stride)]),
+                )
                 for start in range(0, PANEL, lanes * _VECTORS):
-                    places = [start + i * lanes for i in range(_VECTORS)]
-                    _multiply(builder, kind, size, places, (to, into_stride, of, source_stride, right, count))
+                    _multiply(builder, kind, size, [start + i * lanes for i in range(_VECTORS)], own)
             done = builder.add(done, builder.mul(number, _WORD(size)))
         return context.get_dummy_value()
 
-    return types.void(sums, stride, left, left_stride, panel, terms, rows), generate
+    # Integers, also constant ones, are 64 bits wide.
+    return types.void(*(t if isinstance(t, types.Array) else types.int64 for t in parameters)), generate
 
 
-def _multiply(builder: Any, kind: Any, rows: int, places: Sequence[int], operands: Sequence[Any]) -> None:
+def _multiply(builder: Any, kind: Any, rows: int, places: Sequence[int], given: _Operands) -> None:
     """Multiply some rows with the vectors at some places of a panel's rows, in registers."""
-    into, into_stride, left, left_stride, panel, count = operands
     align = 8 if isinstance(kind.element, ir.DoubleType) else 4
     with builder.goto_entry_block():
         sums = [[builder.alloca(kind) for _ in places] for _ in range(rows)]
     for total in (total for row in sums for total in row):
         builder.store(ir.Constant(kind, None), total)
-    starts = [builder.gep(left, [builder.mul(left_stride, _WORD(i))]) for i in range(rows)]
-    with cgutils.for_range(builder, count) as term:
-        row = builder.gep(panel, [builder.mul(term.index, _WORD(PANEL))])
+    starts = [builder.gep(given.left, [builder.mul(given.left_stride, _WORD(i))]) for i in range(rows)]
+    with cgutils.for_range(builder, given.terms) as term:
+        row = builder.gep(given.panel, [builder.mul(term.index, _WORD(PANEL))])
         vectors = [builder.load(_vector(builder, row, place, kind), align=align) for place in places]
+        step = builder.mul(term.index, given.left_step)
         for start, totals in zip(starts, sums, strict=True):
-            factor = _broadcast(builder, builder.load(builder.gep(start, [term.index])), kind)
+            factor = _broadcast(builder, builder.load(builder.gep(start, [step])), kind)
             for vector, total in zip(vectors, totals, strict=True):
                 product = builder.fmul(factor, vector, flags=("contract",))
                 builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+    adds = builder.icmp_signed("!=", given.add, _WORD(0))
     for i, totals in enumerate(sums):
-        row = builder.gep(into, [builder.mul(into_stride, _WORD(i))])
+        row = builder.gep(given.sums, [builder.mul(given.stride, _WORD(i))])
         for place, total in zip(places, totals, strict=True):
-            builder.store(builder.load(total), _vector(builder, row, place, kind), align=align)
+            to = _vector(builder, row, place, kind)
+            with builder.if_then(adds):
+                builder.store(builder.fadd(builder.load(to, align=align), builder.load(total)), total)
+            builder.store(builder.load(total), to, align=align)
 
 
 def _vector(builder: Any, row: Any, place: int, kind: Any) -> Any:

@@ -1,8 +1,9 @@
 """What the compiled kernels of GRU and LSTM have in common.
 
-onnxruntime computes X W^T for all steps before the recurrence, and dX, dW and dR after it. A task takes some
-rows of the batch through all steps in one direction: the rows are independent of each other. R is copied into
-panels first, so that the products of a step run in registers.
+onnxruntime computes X W^T for all steps before the recurrence, and dX after it. A task takes some rows of the
+batch through all steps in one direction: the rows are independent of each other. R is copied into panels
+first, so that the products of a step run in registers; so do those for dW and dR, which onnxruntime's Gemm
+computes more slowly because a factor is transposed.
 
 The kernels support the default activations, without clip, peepholes and lengths of sequences.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, double, doubles, multiply_panel
+from ortgrad.compiled.functions import PANEL, allocate, double, doubles, multiply_panel, release
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.ops.recurrent._cell import Cell
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 # Rows of the batch that a task takes through the steps.
 _ROWS = 16
+# Columns whose weights have their gradients computed by a task, and rows that it adds up at once.
+COLUMNS = 64
+_TERMS = 128
 
 # Places in `geometry`.
 STEPS, BATCH, HIDDEN, DIRECTIONS, REVERSE, ROWS = range(6)
@@ -31,7 +35,8 @@ STEPS, BATCH, HIDDEN, DIRECTIONS, REVERSE, ROWS = range(6)
 # of both directions in a row; in the states of all steps and their gates; in single states (no steps); and in
 # matrices that have one direction after the other.
 TABLES, STATES, SINGLE, SEPARATE = 6, 9, 12, 15
-OWN = 18  # from here on, the numbers of a cell
+# The size of the inputs, the number of tasks for dW and dR, and linear_before_reset.
+INPUTS, PIECES, LINEAR = 18, 19, 20
 
 
 def is_supported(cell: Cell, *absent: Sequence[int | None] | None) -> bool:
@@ -41,7 +46,7 @@ def is_supported(cell: Cell, *absent: Sequence[int | None] | None) -> bool:
     return default and cell.clip is None and all(shape is None or tuple(shape) == (0,) for shape in absent)
 
 
-def geometry(cell: Cell, x: Sizes, hidden: int, *own: int) -> list[int]:
+def geometry(cell: Cell, x: Sizes, hidden: int, pieces: int = 0, linear: int = 0) -> list[int]:
     """Return the numbers that all tasks of a kernel read."""
     directions = len(cell.reverse)
     batch, steps = (x[0], x[1]) if cell.batch_first else (x[1], x[0])
@@ -53,7 +58,7 @@ def geometry(cell: Cell, x: Sizes, hidden: int, *own: int) -> list[int]:
         single, separate = (0, batch, 1), (batch, steps * batch, 1)
     reverse = int(cell.reverse[0])
     sizes = steps, batch, hidden, directions, reverse, min(_ROWS, batch)
-    return [*sizes, *table, *states, *single, *separate, *own]
+    return [*sizes, *table, *states, *single, *separate, x[2], pieces, linear]
 
 
 def task_count(x: Sizes, cell: Cell) -> int:
@@ -82,16 +87,11 @@ def projection(x: Sizes, w: Sizes) -> list[Product]:
     ]
 
 
-def weight_gradients(table: str, x: Sizes, w: Sizes, dx: Any, dw: Any) -> list[Product]:
-    """dX and dW, from the gradient of X W^T."""
+def input_gradient(table: str, x: Sizes, w: Sizes, dx: Any) -> list[Product]:
+    """dX, from the gradient of X W^T for both directions."""
     rows, columns = x[0] * x[1], w[0] * w[1]
-    da = Matrix(table, rows, columns)
-    products = []
-    if dx is not None:
-        products.append(Product(Matrix("dx", rows, x[2]), da, Matrix("w", columns, x[2])))
-    if dw is not None:
-        products.append(Product(Matrix("dw", columns, x[2]), da, Matrix("x", rows, x[2]), "left"))
-    return products
+    product = Product(Matrix("dx", rows, x[2]), Matrix(table, rows, columns), Matrix("w", columns, x[2]))
+    return [] if dx is None else [product]
 
 
 def distance(geometry: np.ndarray, kind: int, t: int, d: int, n: int) -> int:
@@ -133,7 +133,51 @@ def multiply(
     """Multiply rows with a matrix in panels: its columns, padded to whole panels, become rows of the sums."""
     for p in range(len(packed) // (terms * PANEL)):
         panel = packed[p * terms * PANEL : (p + 1) * terms * PANEL]
-        multiply_panel(sums[p * PANEL :], stride, left, left_stride, panel, terms, rows)
+        multiply_panel(sums[p * PANEL :], stride, left, left_stride, 1, panel, terms, rows, 0)
+
+
+def multiply_transposed(
+    into: np.ndarray, left: np.ndarray, stride: int, count: int, right: np.ndarray, columns: int, rows: int
+) -> bool:
+    """Multiply some columns of a matrix, transposed, with a matrix in panels; return whether that failed.
+
+    into[i * columns + k] = sum over t of left[t * stride + i] * (row t, column k of the matrix in panels)
+    """
+    width = (columns + PANEL - 1) // PANEL * PANEL
+    memory = allocate(count * (_TERMS + width))
+    if len(memory) == 0:
+        return True
+    block, sums = memory[: count * _TERMS], memory[count * _TERMS :]
+    for start in range(0, rows, _TERMS):
+        terms = min(_TERMS, rows - start)
+        for t in range(terms):
+            place = (start + t) * stride
+            copy(block[t * count : (t + 1) * count], left[place : place + count])
+        for p in range(width // PANEL):
+            panel = right[(p * rows + start) * PANEL : (p * rows + start + terms) * PANEL]
+            multiply_panel(sums[p * PANEL :], width, block, 1, count, panel, terms, count, start)
+    for i in range(count):
+        copy(into[i * columns : (i + 1) * columns], sums[i * width : i * width + columns])
+    release(memory)
+    return False
+
+
+def pack_inputs(number: int, x: np.ndarray, inputs: np.ndarray, geometry: np.ndarray) -> None:
+    """Copy some columns of X into a panel."""
+    size, rows = geometry[INPUTS], geometry[STEPS] * geometry[BATCH]
+    panel = inputs[number * rows * PANEL : (number + 1) * rows * PANEL]
+    pack(panel, x, number * PANEL, size, rows, min(PANEL, size - number * PANEL))
+
+
+def put_into_panels(panels: np.ndarray, row: int, rows: int, values: np.ndarray) -> None:
+    """Copy a row into its place in a matrix in panels, which has so many rows."""
+    for p in range((len(values) + PANEL - 1) // PANEL):
+        part = values[p * PANEL : (p + 1) * PANEL]
+        to = panels[(p * rows + row) * PANEL : (p * rows + row + 1) * PANEL]
+        for k in range(len(part)):
+            to[k] = part[k]
+        for k in range(len(part), PANEL):
+            to[k] = 0.0
 
 
 def add(to: np.ndarray, values: np.ndarray) -> None:

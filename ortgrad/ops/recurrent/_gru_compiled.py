@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import PANEL, SUMS, allocate, release, sigmoid, tanh
-from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.compiled import Plan
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._compiled import (
     BATCH,
+    COLUMNS,
     DIRECTIONS,
     HIDDEN,
-    OWN,
+    INPUTS,
+    LINEAR,
+    PIECES,
     REVERSE,
     ROWS,
     SEPARATE,
@@ -26,15 +29,16 @@ from ortgrad.ops.recurrent._compiled import (
     distance,
     fill,
     multiply,
+    multiply_transposed,
     pack,
+    pack_inputs,
     pack_transposed,
+    put_into_panels,
     sum_columns,
 )
 
 if TYPE_CHECKING:
     from ortgrad.ops.recurrent._compiled import Sizes
-
-_LINEAR = OWN  # place in `geometry` of linear_before_reset
 
 
 def forward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, *others: Any) -> Plan | None:
@@ -46,7 +50,7 @@ def forward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, 
     return Plan(
         tasks=(directions * count, shared.task_count(x, cell)),
         views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden, linear)},
+        numbers={"geometry": shared.geometry(cell, x, hidden, linear=linear)},
         work=x[0] * x[1] * directions * columns * hidden // 8,
         scratch=[(x[0] * x[1] * directions * columns,), (directions * count * PANEL * hidden,)],
         before=shared.projection(x, w),
@@ -76,7 +80,7 @@ def gru_panels(
     geometry: np.ndarray,
 ) -> None:
     """Copy some rows of R into a panel of R^T."""
-    hidden, linear = geometry[HIDDEN], geometry[_LINEAR]
+    hidden, linear = geometry[HIDDEN], geometry[LINEAR]
     count, of_zr = _panels(hidden, linear), (2 * hidden + PANEL - 1) // PANEL
     d, number = task // count, task % count
     first, end = number * PANEL, 3 * hidden
@@ -105,7 +109,7 @@ def gru_steps(
 ) -> bool:
     """Take some rows of the batch through all steps."""
     steps, batch, hidden, rows = geometry[STEPS], geometry[BATCH], geometry[HIDDEN], geometry[ROWS]
-    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry[_LINEAR]
+    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry[LINEAR]
     d, first = task // blocks, task % blocks * rows
     reverse, count = d == 1 or geometry[REVERSE] == 1, min(rows, batch - first)
     stride = _panels(hidden, linear) * PANEL
@@ -206,36 +210,34 @@ def backward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any,
     rows, linear = x[0] * x[1], int(cell.linear_before_reset != 0)
     if not shared.is_supported(cell, lengths) or not columns * rows * x[2]:
         return None
-    recurrent = []
-    for d in range(0 if dr is None else directions):
-        start, at = d * columns * hidden, d * rows * columns
-        before = Matrix("previous", rows, hidden, d * rows * hidden)
-        if linear:
-            into, da = Matrix("dr", columns, hidden, start), Matrix("da", rows, columns, at)
-            recurrent.append(Product(into, da, before, "left"))
-        else:
-            # In `da`, dah follows after da of z and r.
-            into, da = Matrix("dr", 2 * hidden, hidden, start), Matrix("da", rows, 2 * hidden, at)
-            recurrent.append(Product(into, da, before, "left"))
-            into = Matrix("dr", hidden, hidden, start + 2 * hidden * hidden)
-            da = Matrix("da", rows, hidden, at + rows * 2 * hidden)
-            reset = Matrix("reset", rows, hidden, d * rows * hidden)
-            recurrent.append(Product(into, da, reset, "left"))
-    count, size = shared.panels(hidden), rows * directions * hidden
-    # Of R, which has all gates as terms; and of Rh^T, if linear.
-    panels = directions * count * PANEL * (4 if linear else 3) * hidden
+    panels, of_inputs, size = shared.panels(hidden), shared.panels(x[2]), rows * directions * hidden
+    pieces = 0 if dw is None and dr is None else directions * _pieces(hidden)
+    previous = (directions * panels * PANEL * rows,)
     return Plan(
         tasks=(
-            directions * count * 2,
+            directions * panels * 2 + of_inputs,
             shared.task_count(x, cell),
-            0 if db is None else directions * -(-columns // SUMS),
+            pieces + (0 if db is None else directions * -(-columns // SUMS)),
         ),
         views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden, linear)},
+        numbers={"geometry": shared.geometry(cell, x, hidden, pieces, linear)},
         work=x[0] * x[1] * directions * columns * hidden // 8,
-        scratch=[(panels,), (3 * size,), (3 * size,), (size,), (0 if linear else size,)],
-        after=[*shared.weight_gradients("table", x, w, dx, dw), *recurrent],
+        scratch=[
+            # Of R, which has all gates as terms; and of Rh^T, if linear.
+            (directions * panels * PANEL * (4 if linear else 3) * hidden,),
+            (of_inputs * PANEL * rows,),
+            (3 * size,),
+            (3 * size,),
+            previous,
+            (0,) if linear else previous,
+        ],
+        after=shared.input_gradient("table", x, w, dx),
     )
+
+
+def _pieces(hidden: int) -> int:
+    """Return the number of tasks for dW and dR of a direction: none has columns of h and of other gates."""
+    return (2 * hidden + COLUMNS - 1) // COLUMNS + (hidden + COLUMNS - 1) // COLUMNS
 
 
 def gru_grad_panels(
@@ -256,15 +258,19 @@ def gru_grad_panels(
     db: np.ndarray,
     dh0: np.ndarray,
     packed: np.ndarray,
+    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
     reset: np.ndarray,
     geometry: np.ndarray,
 ) -> None:
-    """Copy some columns of R, or some rows of Rh, into panels."""
-    hidden, linear = geometry[HIDDEN], geometry[_LINEAR]
+    """Copy some columns of R or X, or some rows of Rh, into a panel."""
+    hidden, linear = geometry[HIDDEN], geometry[LINEAR]
     count = (hidden + PANEL - 1) // PANEL
+    if task >= geometry[DIRECTIONS] * count * 2:
+        pack_inputs(task - geometry[DIRECTIONS] * count * 2, x, inputs, geometry)
+        return
     second, d, column = task % 2, task // 2 // count, task // 2 % count * PANEL
     size, width = hidden * PANEL, min(PANEL, hidden - column)
     all_panels = count * size * (4 if linear else 3)
@@ -300,6 +306,7 @@ def gru_grad_steps(
     db: np.ndarray,
     dh0: np.ndarray,
     packed: np.ndarray,
+    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
@@ -308,66 +315,60 @@ def gru_grad_steps(
 ) -> bool:
     """Take the gradients of some rows of the batch back through all steps."""
     steps, batch, hidden, rows = geometry[STEPS], geometry[BATCH], geometry[HIDDEN], geometry[ROWS]
-    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry[_LINEAR]
+    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry[LINEAR]
     d, first = task // blocks, task % blocks * rows
     reverse, count = d == 1 or geometry[REVERSE] == 1, min(rows, batch - first)
     stride, between = (hidden + PANEL - 1) // PANEL * PANEL, geometry[SEPARATE + 2]
-    memory = allocate(count * (2 * stride + hidden) + 2 * hidden)
+    memory = allocate(count * (2 * stride + 3 * hidden) + hidden)
     if len(memory) == 0:
         return True
     fill(memory, 0.0)
-    d_states, sums = memory[: count * hidden], memory[count * hidden : count * (hidden + stride)]
-    inner = memory[count * (hidden + stride) : count * (hidden + 2 * stride)]
-    zeros = memory[count * (hidden + 2 * stride) : count * (hidden + 2 * stride) + hidden]
-    late = memory[count * (hidden + 2 * stride) + hidden :]
+    d_states, olds = memory[: count * hidden], memory[count * hidden : 2 * count * hidden]
+    products, rest = memory[2 * count * hidden : 3 * count * hidden], memory[3 * count * hidden :]
+    late, sums = rest[:hidden], rest[hidden : hidden + count * stride]
+    inner = rest[hidden + count * stride :]
     if linear and len(b) > 0:
         copy(late, b[(d * 2 + 2) * columns - hidden : (d * 2 + 2) * columns])
     if len(dhfinal) > 0:
         for i in range(count):
             place = distance(geometry, SINGLE, 0, d, first + i) * hidden
             copy(d_states[i * hidden : (i + 1) * hidden], dhfinal[place : place + hidden])
-    panels = packed[
-        d * stride * hidden * (4 if linear else 3) : (d + 1) * stride * hidden * (4 if linear else 3)
-    ]
-    split = stride * hidden * (3 if linear else 2)
+    size, split = stride * hidden * (4 if linear else 3), stride * hidden * (3 if linear else 2)
+    panels = packed[d * size : (d + 1) * size]
     # The matrices of this direction.
     matrix_rows = steps * batch
     own = da[d * matrix_rows * columns : (d + 1) * matrix_rows * columns]
     own_h = own[2 * matrix_rows * hidden :]
+    own_previous = previous[d * stride * matrix_rows : (d + 1) * stride * matrix_rows]
+    own_reset = reset[d * stride * matrix_rows : (d + 1) * stride * matrix_rows]
     # The number of gates in a row of `own`.
     width = columns if linear else 2 * hidden
     for step in range(steps):
         t = step if reverse else steps - 1 - step
         start = t == (steps - 1 if reverse else 0)
         for i in range(count):
-            saved = distance(geometry, STATES, t, d, first + i)
-            before = saved + (geometry[STATES] if reverse else -geometry[STATES])
-            place = distance(geometry, SEPARATE, t, d, first + i) * hidden
-            to = previous[place : place + hidden]
+            old = olds[i * hidden : (i + 1) * hidden]
             if not start:
-                copy(to, hall[before * hidden : (before + 1) * hidden])
+                saved = distance(geometry, STATES, t, d, first + i)
+                before = saved + (geometry[STATES] if reverse else -geometry[STATES])
+                copy(old, hall[before * hidden : (before + 1) * hidden])
             elif len(h0) > 0:
                 initial = distance(geometry, SINGLE, 0, d, first + i) * hidden
-                copy(to, h0[initial : initial + hidden])
+                copy(old, h0[initial : initial + hidden])
             else:
-                copy(to, zeros)
-        of_step = distance(geometry, SEPARATE, t, d, first)
-        in_own = of_step - d * matrix_rows
+                fill(old, 0.0)
+        in_own = distance(geometry, SEPARATE, t, 0, first)
         if linear:
             # q, without its bias
-            multiply(
-                inner, stride, previous[of_step * hidden :], between * hidden, panels[split:], hidden, count
-            )
+            multiply(inner, stride, olds, hidden, panels[split:], hidden, count)
         for i in range(count):
             saved = distance(geometry, STATES, t, d, first + i)
             row = distance(geometry, TABLES, t, d, first + i)
-            gates, to = (
-                zrh[saved * columns : (saved + 1) * columns],
-                table[row * columns : (row + 1) * columns],
-            )
+            gates = zrh[saved * columns : (saved + 1) * columns]
+            to = table[row * columns : (row + 1) * columns]
             z, r_gate, h = gates[:hidden], gates[hidden : 2 * hidden], gates[2 * hidden :]
             dh = d_states[i * hidden : (i + 1) * hidden]
-            old = previous[(of_step + i * between) * hidden : (of_step + i * between + 1) * hidden]
+            old = olds[i * hidden : (i + 1) * hidden]
             if len(dhall) > 0:
                 add(dh, dhall[saved * hidden : (saved + 1) * hidden])
             _d_candidate(to[2 * hidden :], dh, z, h)
@@ -375,6 +376,7 @@ def gru_grad_steps(
             for k in range(hidden):
                 dh[k] *= z[k]
             row = in_own + i * between
+            put_into_panels(own_previous, row, matrix_rows, old)
             copy(own[row * width : row * width + hidden], to[:hidden])
             if linear:
                 dar = to[hidden : 2 * hidden]
@@ -383,11 +385,9 @@ def gru_grad_steps(
                 _multiply_rows(own[row * width + 2 * hidden : (row + 1) * width], to[2 * hidden :], r_gate)
             else:
                 copy(own_h[row * hidden : (row + 1) * hidden], to[2 * hidden :])
-                _multiply_rows(
-                    reset[(of_step + i * between) * hidden : (of_step + i * between + 1) * hidden],
-                    r_gate,
-                    old,
-                )
+                product = products[i * hidden : (i + 1) * hidden]
+                _multiply_rows(product, r_gate, old)
+                put_into_panels(own_reset, row, matrix_rows, product)
         if not linear:
             # dah Rh
             multiply(inner, stride, own_h[in_own * hidden :], between * hidden, panels[split:], hidden, count)
@@ -395,10 +395,11 @@ def gru_grad_steps(
                 saved = distance(geometry, STATES, t, d, first + i)
                 r_gate = zrh[saved * columns + hidden : saved * columns + 2 * hidden]
                 through, dh = inner[i * stride : i * stride + hidden], d_states[i * hidden : (i + 1) * hidden]
-                old = previous[(of_step + i * between) * hidden : (of_step + i * between + 1) * hidden]
+                old = olds[i * hidden : (i + 1) * hidden]
                 row = distance(geometry, TABLES, t, d, first + i)
                 dar = table[row * columns + hidden : row * columns + 2 * hidden]
-                _d_reset(dar, through, old, zeros, r_gate)
+                # The late bias is zero.
+                _d_reset(dar, through, old, late, r_gate)
                 row = in_own + i * between
                 copy(own[row * width + hidden : (row + 1) * width], dar)
                 for k in range(hidden):
@@ -429,7 +430,7 @@ def _d_reset(to: np.ndarray, d: np.ndarray, a: np.ndarray, b: np.ndarray, r: np.
         to[k] = d[k] * (a[k] + b[k]) * r[k] * (1.0 - r[k])
 
 
-def gru_grad_sums(
+def gru_grad_weights(
     task: int,
     x: np.ndarray,
     w: np.ndarray,
@@ -447,15 +448,40 @@ def gru_grad_sums(
     db: np.ndarray,
     dh0: np.ndarray,
     packed: np.ndarray,
+    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
     reset: np.ndarray,
     geometry: np.ndarray,
-) -> None:
-    """Add up the gradients of what goes into the gates, in some columns: those of the biases."""
-    hidden, directions, linear = geometry[HIDDEN], geometry[DIRECTIONS], geometry[_LINEAR]
-    columns, rows = 3 * hidden, geometry[STEPS] * geometry[BATCH]
+) -> bool:
+    """Compute dR and dW of some columns of the gates, or add those up: the gradients of the biases."""
+    hidden, directions, linear = geometry[HIDDEN], geometry[DIRECTIONS], geometry[LINEAR]
+    columns, rows, size = 3 * hidden, geometry[STEPS] * geometry[BATCH], geometry[INPUTS]
+    if task < geometry[PIECES]:
+        d, first = task // _pieces(hidden), task % _pieces(hidden) * COLUMNS
+        count, is_h = min(COLUMNS, 2 * hidden - first), False
+        if count <= 0:
+            first = 2 * hidden + (task % _pieces(hidden) - (2 * hidden + COLUMNS - 1) // COLUMNS) * COLUMNS
+            count, is_h = min(COLUMNS, columns - first), True
+        row, failed = d * columns + first, False
+        if len(dw) > 0:
+            into, left = dw[row * size :], table[d * columns + first :]
+            failed = multiply_transposed(into, left, directions * columns, count, inputs, size, rows)
+        if len(dr) > 0:
+            stride = (hidden + PANEL - 1) // PANEL * PANEL
+            # The matrices of this direction.
+            start, own, width = d * stride * rows, da[d * rows * columns :], columns
+            factor = previous[start : start + stride * rows]
+            if not linear:
+                width = 2 * hidden
+                if is_h:
+                    own, width, first = own[2 * rows * hidden :], hidden, first - 2 * hidden
+                    factor = reset[start : start + stride * rows]
+            into = dr[row * hidden :]
+            failed = multiply_transposed(into, own[first:], width, count, factor, hidden, rows) or failed
+        return failed
+    task -= geometry[PIECES]
     pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS
     end = min(column + SUMS, columns)
@@ -466,3 +492,4 @@ def gru_grad_sums(
         sum_columns(recurrent, column, end, da[d * rows * columns :], columns, rows)
     else:
         copy(recurrent[column:end], biases[column:end])
+    return False

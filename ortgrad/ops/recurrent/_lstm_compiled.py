@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import PANEL, SUMS, allocate, release, sigmoid, tanh
-from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.compiled import Plan
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._cell import Cell
 from ortgrad.ops.recurrent._compiled import (
     BATCH,
+    COLUMNS,
+    DIRECTIONS,
     HIDDEN,
+    INPUTS,
+    PIECES,
     REVERSE,
     ROWS,
     SEPARATE,
@@ -25,8 +29,11 @@ from ortgrad.ops.recurrent._compiled import (
     distance,
     fill,
     multiply,
+    multiply_transposed,
     pack,
+    pack_inputs,
     pack_transposed,
+    put_into_panels,
     sum_columns,
 )
 
@@ -172,34 +179,26 @@ def backward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, lengths: Any, *other
     rows = x[0] * x[1]
     if not shared.is_supported(cell, lengths, p, dp) or not columns * rows * x[2]:
         return None
-    count, single = shared.panels(hidden), directions == 1
-    recurrent = [
-        Product(
-            Matrix("dr", columns, hidden, d * columns * hidden),
-            Matrix("da", rows, columns, d * rows * columns),
-            Matrix("previous", rows, hidden, d * rows * hidden),
-            "left",
-        )
-        for d in range(0 if dr is None else directions)
-    ]
-    size = rows * directions * columns
+    panels, of_inputs, single = shared.panels(hidden), shared.panels(x[2]), directions == 1
+    pieces = 0 if dw is None and dr is None else directions * -(-columns // COLUMNS)
     return Plan(
         tasks=(
-            directions * count,
+            directions * panels + of_inputs,
             shared.task_count(x, cell),
-            0 if db is None else directions * -(-columns // SUMS),
+            pieces + (0 if db is None else directions * -(-columns // SUMS)),
         ),
         views=shared.flat(x, w, r, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden)},
+        numbers={"geometry": shared.geometry(cell, x, hidden, pieces)},
         work=x[0] * x[1] * directions * columns * hidden // 8,
-        # With one direction, its matrix is the table of both.
         scratch=[
-            (directions * count * PANEL * columns,),
-            (size,),
-            (0 if single else size,),
-            (size // 4,),
+            (directions * panels * PANEL * columns,),
+            (of_inputs * PANEL * rows,),
+            (directions * columns * rows,),
+            # With one direction, its matrix is the table of both.
+            (0 if single else directions * columns * rows,),
+            (directions * panels * PANEL * rows,),
         ],
-        after=[*shared.weight_gradients("da" if single else "table", x, w, dx, dw), *recurrent],
+        after=shared.input_gradient("da" if single else "table", x, w, dx),
     )
 
 
@@ -227,14 +226,18 @@ def lstm_grad_panels(
     dc0: np.ndarray,
     dp: np.ndarray,
     packed: np.ndarray,
+    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
     geometry: np.ndarray,
 ) -> None:
-    """Copy some columns of R into a panel."""
+    """Copy some columns of R, or of X, into a panel."""
     hidden = geometry[HIDDEN]
     count = (hidden + PANEL - 1) // PANEL
+    if task >= geometry[DIRECTIONS] * count:
+        pack_inputs(task - geometry[DIRECTIONS] * count, x, inputs, geometry)
+        return
     d, column, terms = task // count, task % count * PANEL, 4 * hidden
     panel = packed[task * terms * PANEL : (task + 1) * terms * PANEL]
     pack(panel, r, d * terms * hidden + column, hidden, terms, min(PANEL, hidden - column))
@@ -264,6 +267,7 @@ def lstm_grad_steps(
     dc0: np.ndarray,
     dp: np.ndarray,
     packed: np.ndarray,
+    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
@@ -290,6 +294,8 @@ def lstm_grad_steps(
         if len(dcfinal) > 0:
             copy(d_cells[i * hidden : (i + 1) * hidden], dcfinal[place : place + hidden])
     panels = packed[d * stride * columns : (d + 1) * stride * columns]
+    matrix_rows = steps * batch
+    own_previous = previous[d * stride * matrix_rows : (d + 1) * stride * matrix_rows]
     for step in range(steps):
         t = step if reverse else steps - 1 - step
         start = t == (steps - 1 if reverse else 0)
@@ -312,7 +318,7 @@ def lstm_grad_steps(
                     state_before = h0[initial : initial + hidden]
                 if len(c0) > 0:
                     cell_before = c0[initial : initial + hidden]
-            copy(previous[place * hidden : (place + 1) * hidden], state_before)
+            put_into_panels(own_previous, place - d * matrix_rows, matrix_rows, state_before)
             gates, cell = (
                 iofc[saved * columns : (saved + 1) * columns],
                 call[saved * hidden : (saved + 1) * hidden],
@@ -368,7 +374,7 @@ def _d_candidate(to: np.ndarray, dc: np.ndarray, i: np.ndarray, c: np.ndarray) -
         to[k] = dc[k] * i[k] * (1.0 - c[k] * c[k])
 
 
-def lstm_grad_sums(
+def lstm_grad_weights(
     task: int,
     x: np.ndarray,
     w: np.ndarray,
@@ -392,15 +398,32 @@ def lstm_grad_sums(
     dc0: np.ndarray,
     dp: np.ndarray,
     packed: np.ndarray,
+    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
     geometry: np.ndarray,
-) -> None:
-    """Add up da in some columns; both biases have this gradient."""
-    columns = 4 * geometry[HIDDEN]
-    pieces, rows = (columns + SUMS - 1) // SUMS, geometry[STEPS] * geometry[BATCH]
+) -> bool:
+    """Compute dR and dW of some columns of da, or add them up: both biases have this gradient."""
+    hidden, rows, size = geometry[HIDDEN], geometry[STEPS] * geometry[BATCH], geometry[INPUTS]
+    columns, failed = 4 * hidden, False
+    if task < geometry[PIECES]:
+        pieces = (columns + COLUMNS - 1) // COLUMNS
+        d, first = task // pieces, task % pieces * COLUMNS
+        row, count = d * columns + first, min(COLUMNS, columns - first)
+        own = da[d * rows * columns + first :]
+        if len(dw) > 0:
+            failed = multiply_transposed(dw[row * size :], own, columns, count, inputs, size, rows)
+        if len(dr) > 0:
+            width = (hidden + PANEL - 1) // PANEL * PANEL
+            before = previous[d * width * rows : (d + 1) * width * rows]
+            into = dr[row * hidden :]
+            failed = multiply_transposed(into, own, columns, count, before, hidden, rows) or failed
+        return failed
+    task -= geometry[PIECES]
+    pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS
     own, end = db[d * 2 * columns : (d * 2 + 1) * columns], min(column + SUMS, columns)
     sum_columns(own, column, end, da[d * rows * columns :], columns, rows)
     copy(db[(d * 2 + 1) * columns + column : (d * 2 + 1) * columns + end], own[column:end])
+    return False

@@ -136,10 +136,10 @@ gru_training.compiled(
 
 gru_grad.compiled(
     views=[1] * 15,
-    scratch=[1] * 5,
+    scratch=[1] * 6,
     plan=_backward_plan,
     first=_compiled.gru_grad_panels,
-    last=_compiled.gru_grad_sums,
+    last=_compiled.gru_grad_weights,
     products=True,
     auto=_is_compiled,
 )(_compiled.gru_grad_steps)

@@ -151,10 +151,10 @@ lstm_training.compiled(
 
 lstm_grad.compiled(
     views=[1] * 21,
-    scratch=[1, 1, 1, 1],
+    scratch=[1] * 5,
     plan=_backward_plan,
     first=_compiled.lstm_grad_panels,
-    last=_compiled.lstm_grad_sums,
+    last=_compiled.lstm_grad_weights,
     products=True,
     auto=functools.partial(_is_compiled, lengths=3, peepholes=13),
 )(_compiled.lstm_grad_steps)
