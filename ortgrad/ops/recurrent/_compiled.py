@@ -137,27 +137,47 @@ def multiply(
 
 
 def multiply_transposed(
-    into: np.ndarray, left: np.ndarray, stride: int, count: int, right: np.ndarray, columns: int, rows: int
+    dw: np.ndarray,
+    inputs: np.ndarray,
+    dr: np.ndarray,
+    states: np.ndarray,
+    da: np.ndarray,
+    stride: int,
+    count: int,
+    geometry: np.ndarray,
 ) -> bool:
-    """Multiply some columns of a matrix, transposed, with a matrix in panels; return whether that failed.
+    """Multiply some columns of da, transposed, with X and with states, which are in panels.
 
-    into[i * columns + k] = sum over t of left[t * stride + i] * (row t, column k of the matrix in panels)
+    dw[i * inputs + k] = sum over t of da[t * stride + i] * (row t, column k of X)
+
+    and in the same way dr, unless they are empty. Returns whether there is not enough memory.
     """
-    width = (columns + PANEL - 1) // PANEL * PANEL
-    memory = allocate(count * (_TERMS + width))
+    rows, size, hidden = geometry[STEPS] * geometry[BATCH], geometry[INPUTS], geometry[HIDDEN]
+    width = (size + PANEL - 1) // PANEL * PANEL if len(dw) > 0 else 0
+    state_width = (hidden + PANEL - 1) // PANEL * PANEL if len(dr) > 0 else 0
+    memory = allocate(count * (_TERMS + width + state_width))
     if len(memory) == 0:
         return True
-    block, sums = memory[: count * _TERMS], memory[count * _TERMS :]
+    block, sums = memory[: count * _TERMS], memory[count * _TERMS : count * (_TERMS + width)]
+    state_sums = memory[count * (_TERMS + width) :]
     for start in range(0, rows, _TERMS):
         terms = min(_TERMS, rows - start)
         for t in range(terms):
-            place = (start + t) * stride
-            copy(block[t * count : (t + 1) * count], left[place : place + count])
-        for p in range(width // PANEL):
-            panel = right[(p * rows + start) * PANEL : (p * rows + start + terms) * PANEL]
-            multiply_panel(sums[p * PANEL :], width, block, 1, count, panel, terms, count, start)
-    for i in range(count):
-        copy(into[i * columns : (i + 1) * columns], sums[i * width : i * width + columns])
+            copy(block[t * count : (t + 1) * count], da[(start + t) * stride : (start + t) * stride + count])
+        for p in range((width + state_width) // PANEL):
+            # First the panels of X, then those of the states.
+            own, to, step = p - width // PANEL, sums, width
+            factor = inputs
+            if own < 0:
+                own = p
+            else:
+                to, step, factor = state_sums, state_width, states
+            panel = factor[(own * rows + start) * PANEL : (own * rows + start + terms) * PANEL]
+            multiply_panel(to[own * PANEL :], step, block, 1, count, panel, terms, count, start)
+    for i in range(count if width > 0 else 0):
+        copy(dw[i * size : (i + 1) * size], sums[i * width : i * width + size])
+    for i in range(count if state_width > 0 else 0):
+        copy(dr[i * hidden : (i + 1) * hidden], state_sums[i * state_width : i * state_width + hidden])
     release(memory)
     return False
 

@@ -459,28 +459,26 @@ def gru_grad_weights(
     hidden, directions, linear = geometry[HIDDEN], geometry[DIRECTIONS], geometry[LINEAR]
     columns, rows, size = 3 * hidden, geometry[STEPS] * geometry[BATCH], geometry[INPUTS]
     if task < geometry[PIECES]:
-        d, first = task // _pieces(hidden), task % _pieces(hidden) * COLUMNS
-        count, is_h = min(COLUMNS, 2 * hidden - first), False
-        if count <= 0:
-            first = 2 * hidden + (task % _pieces(hidden) - (2 * hidden + COLUMNS - 1) // COLUMNS) * COLUMNS
-            count, is_h = min(COLUMNS, columns - first), True
-        row, failed = d * columns + first, False
-        if len(dw) > 0:
-            into, left = dw[row * size :], table[d * columns + first :]
-            failed = multiply_transposed(into, left, directions * columns, count, inputs, size, rows)
-        if len(dr) > 0:
-            stride = (hidden + PANEL - 1) // PANEL * PANEL
-            # The matrices of this direction.
-            start, own, width = d * stride * rows, da[d * rows * columns :], columns
-            factor = previous[start : start + stride * rows]
-            if not linear:
-                width = 2 * hidden
-                if is_h:
-                    own, width, first = own[2 * rows * hidden :], hidden, first - 2 * hidden
-                    factor = reset[start : start + stride * rows]
-            into = dr[row * hidden :]
-            failed = multiply_transposed(into, own[first:], width, count, factor, hidden, rows) or failed
-        return failed
+        pieces, of_zr = _pieces(hidden), (2 * hidden + COLUMNS - 1) // COLUMNS
+        d, first, width = task // pieces, task % pieces * COLUMNS, (hidden + PANEL - 1) // PANEL * PANEL
+        is_h = task % pieces >= of_zr
+        first = 2 * hidden + (task % pieces - of_zr) * COLUMNS if is_h else first
+        count = min(COLUMNS, (3 if is_h else 2) * hidden - first)
+        of_x, of_states = dw[(d * columns + first) * size :], dr[(d * columns + first) * hidden :]
+        # The matrices of this direction: what dR is made of, and how many columns that has.
+        states, own = previous[d * width * rows : (d + 1) * width * rows], da[d * rows * columns :]
+        stride = columns if linear else 2 * hidden
+        if not is_h:
+            own = own[first:]
+            return multiply_transposed(of_x, inputs, of_states, states, own, stride, count, geometry)
+        if linear:
+            own = own[first:]
+        else:
+            states, stride = reset[d * width * rows : (d + 1) * width * rows], hidden
+            own = own[2 * rows * hidden + first - 2 * hidden :]
+        left, none = table[d * columns + first :], dw[:0]
+        failed = multiply_transposed(of_x, inputs, none, states, left, directions * columns, count, geometry)
+        return multiply_transposed(none, inputs, of_states, states, own, stride, count, geometry) or failed
     task -= geometry[PIECES]
     pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS

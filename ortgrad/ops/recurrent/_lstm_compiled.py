@@ -406,20 +406,14 @@ def lstm_grad_weights(
 ) -> bool:
     """Compute dR and dW of some columns of da, or add them up: both biases have this gradient."""
     hidden, rows, size = geometry[HIDDEN], geometry[STEPS] * geometry[BATCH], geometry[INPUTS]
-    columns, failed = 4 * hidden, False
+    columns = 4 * hidden
     if task < geometry[PIECES]:
-        pieces = (columns + COLUMNS - 1) // COLUMNS
+        pieces, width = (columns + COLUMNS - 1) // COLUMNS, (hidden + PANEL - 1) // PANEL * PANEL
         d, first = task // pieces, task % pieces * COLUMNS
-        row, count = d * columns + first, min(COLUMNS, columns - first)
-        own = da[d * rows * columns + first :]
-        if len(dw) > 0:
-            failed = multiply_transposed(dw[row * size :], own, columns, count, inputs, size, rows)
-        if len(dr) > 0:
-            width = (hidden + PANEL - 1) // PANEL * PANEL
-            before = previous[d * width * rows : (d + 1) * width * rows]
-            into = dr[row * hidden :]
-            failed = multiply_transposed(into, own, columns, count, before, hidden, rows) or failed
-        return failed
+        of_x, of_states = dw[(d * columns + first) * size :], dr[(d * columns + first) * hidden :]
+        states, own = previous[d * width * rows : (d + 1) * width * rows], da[d * rows * columns + first :]
+        count = min(COLUMNS, columns - first)
+        return multiply_transposed(of_x, inputs, of_states, states, own, columns, count, geometry)
     task -= geometry[PIECES]
     pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS
