@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from test_malformed_calls import CASES, Case, cells
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.compiled import cache, functions, machine_code
+from ortgrad.compiled import cache, functions, layout, machine_code
 from ortgrad.compiled.source import Function, source_of
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.call import make_call
 from ortgrad.operators.compiled import CompiledKernel, Matrix, Plan, Product, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
+from ortgrad.runtime import c_api
 from ortgrad.runtime.evaluate import declared_shapes
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
@@ -269,6 +271,138 @@ def test_exp(element: str) -> None:
 
 
 functions_exp = functions.exp
+functions_tanh, functions_sigmoid = functions.tanh, functions.sigmoid
+
+
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_tanh_and_sigmoid(element: str) -> None:
+    from ortgrad.compiled import compiler
+
+    def tanh(x: float, y: float) -> float:
+        return functions_tanh(x) + y * 0.0
+
+    def sigmoid(x: float, y: float) -> float:
+        return functions_sigmoid(x) + y * 0.0
+
+    x = np.concatenate([np.linspace(-60, 60, 4001), np.linspace(-1, 1, 2001)]).astype(element)
+    wide = x.astype(np.longdouble)
+    with np.errstate(under="ignore"):
+        exact = {tanh: np.tanh(wide), sigmoid: 1 / (1 + np.exp(-wide))}
+    for function, right in exact.items():
+        source = source_of(CompiledKernel(function, 3), [element] * 3)
+        compiled = compiler.compile_function(source.phases[0], element, {"contract"})
+        one = x.dtype.type(1)
+        actual = np.array([compiled(value, one) for value in x])
+        normal = np.abs(right) > np.finfo(element).tiny
+        error = np.abs(actual[normal].astype(np.longdouble) / right[normal] - 1)
+        assert error.max() < 4 * np.finfo(element).eps
+        limits = [compiled(x.dtype.type(value), one) for value in (-np.inf, np.inf)]
+        assert limits == [-1 if function is tanh else 0, 1]
+        assert np.isnan(compiled(x.dtype.type(np.nan), one))
+
+
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_multiply_panel(element: str) -> None:
+    from numba import njit
+
+    from ortgrad.compiled import instructions
+
+    multiply_panel, generator = instructions.multiply_panel, np.random.default_rng(0)
+
+    @njit(error_model="numpy")
+    def multiply(sums, stride, left, left_stride, left_step, panel, terms, rows, add):  # type: ignore[no-untyped-def]
+        multiply_panel(sums, stride, left, left_stride, left_step, panel, terms, rows, add)
+
+    for rows in range(18):
+        for terms in (0, 1, 7):
+            panel = generator.standard_normal(terms * functions.PANEL + 1).astype(element)
+            left = generator.standard_normal(rows * terms + 1).astype(element)
+            before = generator.standard_normal(rows * functions.PANEL + 3).astype(element)
+            for strides in ((terms, 1), (1, rows)):
+                for add in (0, 1):
+                    sums, expected = before.copy(), before.copy()
+                    multiply(sums, functions.PANEL, left, *strides, panel, terms, rows, add)
+                    functions.multiply_panel(
+                        expected, functions.PANEL, left, *strides, panel, terms, rows, add
+                    )
+                    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operators_of_products_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    release = c_api._release_all
+
+    def counting(function: Callable[[int], None], operators: list[int]) -> None:
+        released.extend(operators)
+        release(function, operators)
+
+    monkeypatch.setattr(c_api, "_release_all", counting)
+    case = cells("GRUTraining", layout=0, direction="forward", full=False)
+    model = nodes.make_model(nodes.gru_training("X", "W", "R"))
+    for _ in range(3):
+        session = ortgrad.InferenceSession(model, kernels="compiled")
+        for _ in range(2):
+            session.run(None, case.arrays)
+        del session
+        gc.collect()
+    assert len(released) == 3 * len(layout.PRODUCT_KINDS)
+
+
+def test_products_of_ones_own(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("""
+import sys
+import numpy as np
+import ortgrad
+from ortgrad.operators.compiled import Matrix, Plan, Product
+
+
+def plan(a, b, c, d):
+    n, k, m = a[0], a[1], b[1]
+    right = Matrix("b", k, m, int(sys.argv[1]))
+    before = [Product(Matrix("product", n, m), Matrix("a", n, k), right)]
+    # (A B)^T C
+    after = [Product(Matrix("d", m, m), Matrix("product", n, m), Matrix("c", n, m), "left")]
+    return Plan(n, [a, b, c, d], scratch=[(n, m)], before=before, after=after)
+
+
+@ortgrad.operator(
+    "Products", domain="my.domain", inputs=["A", "B"], outputs=["C", "D"], dims={"A": "N K", "B": "K M"},
+    shapes=lambda a, b: [(a.shape[0], b.shape[1]), (b.shape[1], b.shape[1])],
+)
+def products(a, b):
+    # The compiled kernel should run.
+    return np.zeros((len(a), b.shape[1]), a.dtype), np.zeros((b.shape[1], b.shape[1]), a.dtype)
+
+
+@products.compiled(views=[2, 2, 2, 2], scratch=[2], plan=plan, products=True)
+def products_row(
+    row: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, product: np.ndarray
+) -> None:
+    for k in range(c.shape[1]):
+        c[row, k] = 2.0 * product[row, k]
+
+
+for dtype in ("float32", "float64"):
+    a, b = np.arange(6, dtype=dtype).reshape(2, 3), np.arange(12, dtype=dtype).reshape(3, 4)
+    node = ortgrad.nodes.products("A", "B")
+    model = ortgrad.nodes.make_model(node, dtype=dtype, shapes={"A": ["N", "K"], "B": ["K", "M"]})
+    session = ortgrad.InferenceSession(model, kernels="compiled")
+    try:
+        c, d = session.run(None, {"A": a, "B": b})
+    except ortgrad.KernelError as error:
+        print("cannot be computed" in str(error))
+    else:
+        np.testing.assert_array_equal(c, 2 * (a @ b))
+        np.testing.assert_array_equal(d, (a @ b).T @ (2 * (a @ b)))
+        print(dtype)
+""")
+    for start, expected in (("0", "float32\nfloat64\n"), ("1", "True\nTrue\n")):
+        done = subprocess.run(
+            [sys.executable, str(script), start], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == expected
 
 
 @pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
@@ -363,8 +497,8 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
 def recurrent_cases(name: str) -> Iterator[Case]:
     """Calls without lengths and peepholes, with more columns than a panel and more rows than a task has."""
     sizes = {"n": 19, "t": 3, "i": 35, "h": 34}
-    for layout, direction in ((0, "forward"), (1, "bidirectional"), (0, "reverse"), (0, "bidirectional")):
-        case = cells(name, layout=layout, direction=direction, full=True, **sizes)
+    for order, direction in ((0, "forward"), (1, "bidirectional"), (0, "reverse"), (0, "bidirectional")):
+        case = cells(name, layout=order, direction=direction, full=True, **sizes)
         given = {name: array for name, array in case.arrays.items() if name not in ("SL", "P")}
         # dP needs P.
         outputs = ("dX", "dW", "dR", "dB", "dH0", "dC0") if name == "LSTMGrad" else ()
@@ -386,7 +520,9 @@ def test_no_kernel_reads_or_writes_outside_its_tensors(operator: Operator) -> No
             continue
         supported += 1
         given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
-        results = operator(*given, **case.attributes)
+        wanted = [not case.outputs or parameter.name in case.outputs for parameter in operator.outputs]
+        attributes = operator.with_defaults(case.attributes)
+        results = operator.compute(given, attributes, wanted, lambda i, shape: np.empty(shape, np.float32))
         expected = results if isinstance(results, tuple) else (results,)
         for actual, right in zip(outputs, expected, strict=True):
             if actual.size:

@@ -84,7 +84,7 @@ def multiply_panel(
     """
     for i in range(rows):
         for k in range(PANEL):
-            total = panel[k] * 0
+            total = panel.dtype.type(0)
             for t in range(terms):
                 total += left[i * left_stride + t * left_step] * panel[t * PANEL + k]
             if add:
