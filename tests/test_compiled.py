@@ -21,7 +21,7 @@ from test_malformed_calls import CASES, Case, cells
 import ortgrad
 from ortgrad import nodes
 from ortgrad.compiled import cache, functions, layout, machine_code
-from ortgrad.compiled.source import Function, source_of
+from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.call import make_call
 from ortgrad.operators.compiled import CompiledKernel, Matrix, Plan, Product, elementwise_plan
@@ -436,11 +436,15 @@ def compute_products(products: Sequence[Product], tensors: Mapping[str, np.ndarr
 
 
 @functools.cache
-def compile_checked(function: Function, element: str) -> Callable[..., Any]:
-    """The function of a task, which checks every index."""
+def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
+    """The functions of a compiled kernel with checks of all indices."""
     from ortgrad.compiled import compiler
 
-    return compiler.compile_function(function, element, {"contract", "reassoc", "nsz"}, checked=True)
+    kernel = operator.compiled_kernel
+    assert kernel is not None
+    source = source_of(kernel, dtypes)
+    flags = {"contract", "reassoc", "nsz"}
+    return [compiler.compile_function(f, source.element, flags, checked=True) for f in source.phases]
 
 
 def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
@@ -464,9 +468,13 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
     if planned is None:
         return None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
-    outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
-    source = source_of(kernel, [*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)])
-    phases = [compile_checked(function, dtype.name) for function in source.phases]
+    types = [dtype if slot.type in operator.types else np.dtype(slot.type) for slot in operator.outputs]
+    outputs = [
+        np.full(0 if shape is None else shape, np.nan if of.kind == "f" else -1, of)
+        for shape, of in zip(shapes, types, strict=True)
+    ]
+    names = [array.dtype.name for array in (*feed, *outputs)]
+    phases = checked_functions(operator, tuple(names))
     numbers = {**call.attributes, **planned.numbers}
     values = [
         np.array(numbers[name], np.int64)

@@ -22,6 +22,7 @@ LAYERS = [
     "runtime",
     "nodes",
     "check",
+    "training",
     "cli",
     "__main__",
 ]

@@ -92,6 +92,21 @@ def multiply_panel(
             sums[i * stride + k] = total
 
 
+def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
+    """Compute one weighted sum of rows: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
+
+    As in `add_rows`, up to SLACK elements more are read of every row, and written.
+    """
+    parts = [w * rows[s : s + count] for s, w in zip(starts, weights, strict=False)]
+    sums[:count] = np.sum(parts, axis=0) if parts else 0
+
+
+def copy(into: np.ndarray, source: np.ndarray) -> None:
+    """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
+    count = min(len(into), len(source))
+    into[:count] = source[:count]
+
+
 SUMS = 256
 SLACK = 64
 PANEL = 32
@@ -107,6 +122,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "release": release,
     "add_rows": add_rows,
     "multiply_panel": multiply_panel,
+    "add_row": add_row,
+    "copy": copy,
 }
 
 

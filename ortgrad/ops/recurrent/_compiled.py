@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, allocate, double, doubles, multiply_panel, release
+from ortgrad.compiled.functions import PANEL, allocate, copy, double, doubles, multiply_panel, release
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.ops.recurrent._cell import Cell
 
@@ -204,12 +204,6 @@ def add(to: np.ndarray, values: np.ndarray) -> None:
     """Add a row to another."""
     for k in range(len(values)):
         to[k] += values[k]
-
-
-def copy(to: np.ndarray, values: np.ndarray) -> None:
-    """Copy a row."""
-    for k in range(len(values)):
-        to[k] = values[k]
 
 
 def fill(to: np.ndarray, value: float) -> None:

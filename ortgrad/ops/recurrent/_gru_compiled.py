@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, SUMS, allocate, release, sigmoid, tanh
+from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy, release, sigmoid, tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._compiled import (
@@ -25,7 +25,6 @@ from ortgrad.ops.recurrent._compiled import (
     STEPS,
     TABLES,
     add,
-    copy,
     distance,
     fill,
     multiply,
