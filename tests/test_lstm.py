@@ -464,3 +464,26 @@ def test_wrong_attributes(attributes: dict[str, Any], text: str, kernels: str) -
         )
         run_node(node, feeds, kernels)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "hidden", "lengths", "compiled"),
+    [
+        (["T", "N", 3], 4, False, True),
+        ([20, 1, 3], 256, False, True),
+        # R would be copied to be multiplied once.
+        ([1, 1, 3], 256, False, False),
+        ([1, 1, 3], 16, False, True),
+        # The compiled kernel does not support lengths.
+        (["T", "N", 3], 4, True, False),
+    ],
+    ids=str,
+)
+def test_auto(x: list[int | str], hidden: int, lengths: bool, compiled: bool) -> None:
+    pytest.importorskip("numba", reason="without Numba no kernel is compiled")
+    shapes = {"X": x, "W": [1, 4 * hidden, 3], "R": [1, 4 * hidden, hidden]}
+    shapes |= {"SL": [x[1]]} if lengths else {}
+    names = ["X", "W", "R", None, "SL" if lengths else None]
+    model = nodes.make_model(nodes.lstm_training(*names, hidden_size=hidden), shapes=shapes)
+    found = {node.op_type for node in ortgrad.prepare(model, kernels="auto").graph.node}
+    assert ("LSTMTraining" in found) == compiled

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Rows of the batch that a task takes through the steps.
 _ROWS = 16
+# With fewer rows than this in all steps, and at least this hidden size, standard operators are faster.
+_FEW, _LARGE = 4, 128
 # Columns whose weights have their gradients computed by a task, and rows that it adds up at once.
 COLUMNS = 64
 _TERMS = 128
@@ -44,6 +46,13 @@ def is_supported(cell: Cell, *absent: Sequence[int | None] | None) -> bool:
     names = [[activation.name for activation in direction] for direction in cell.activations]
     default = all(tuple(direction) == cell.default_activations for direction in names)
     return default and cell.clip is None and all(shape is None or tuple(shape) == (0,) for shape in absent)
+
+
+def pays(x: Sequence[int | None] | None, r: Sequence[int | None] | None) -> bool:
+    """Return whether R is multiplied often enough, as far as the shapes are known, to copy it into panels."""
+    if not x or not r or None in (x[0], x[1], r[-1]):
+        return True
+    return math.prod(n or 0 for n in x[:2]) >= _FEW or (r[-1] or 0) < _LARGE
 
 
 def geometry(cell: Cell, x: Sizes, hidden: int, pieces: int = 0, linear: int = 0) -> list[int]:

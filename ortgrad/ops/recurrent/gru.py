@@ -28,7 +28,7 @@ from ortgrad.ops.recurrent import _gru_compiled as _compiled
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
-from ortgrad.ops.recurrent._compiled import is_supported
+from ortgrad.ops.recurrent._compiled import is_supported, pays
 from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import transposed
 
@@ -112,9 +112,10 @@ def gru_grad_body(
 
 
 def _is_compiled(*shapes: Any, **attributes: Any) -> bool:
-    """Return whether the compiled kernel supports a node; it is then the fastest."""
+    """Return whether the compiled kernel is the fastest way, if it supports a node."""
     # Inputs that are absent have no elements.
-    return is_supported(GRUCell.read(**attributes, gradient=False)) and shapes[4] == (0,)
+    supported = is_supported(GRUCell.read(**attributes, gradient=False)) and shapes[4] == (0,)
+    return supported and pays(shapes[0], shapes[2])
 
 
 def _forward_plan(*shapes: Any, **attributes: Any) -> Plan | None:

@@ -33,7 +33,7 @@ from ortgrad.ops.recurrent import _lstm_compiled as _compiled
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
-from ortgrad.ops.recurrent._compiled import is_supported
+from ortgrad.ops.recurrent._compiled import is_supported, pays
 from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import total, transposed, unless_ended
 
@@ -124,10 +124,11 @@ def lstm_grad_body(
 
 
 def _is_compiled(*shapes: Any, lengths: int, peepholes: int, **attributes: Any) -> bool:
-    """Return whether the compiled kernel supports a node; it is then the fastest."""
+    """Return whether the compiled kernel is the fastest way, if it supports a node."""
     cell = LSTMCell.read(**attributes, gradient=False)
     present = [shapes[lengths] != (0,), shapes[peepholes] != (0,)]
-    return is_supported(cell) and not any(present) and not cell.input_forget
+    supported = is_supported(cell) and not any(present) and not cell.input_forget
+    return supported and pays(shapes[0], shapes[2])
 
 
 def _forward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
