@@ -112,6 +112,33 @@ def prefetch(array: np.ndarray, place: int) -> None:
     """Begin to load an element, and those beside it, into the cache. It need not exist."""
 
 
+def multiply_panel(
+    sums: np.ndarray,
+    stride: int,
+    left: np.ndarray,
+    left_stride: int,
+    left_step: int,
+    panel: np.ndarray,
+    terms: int,
+    rows: int,
+    add: int,
+) -> None:
+    """Multiply rows with a panel, a matrix with PANEL columns, in registers.
+
+    sums[i * stride + k] = sum over t of left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+
+    If `add` is not 0, this is added to what is there.
+    """
+    for i in range(rows):
+        for k in range(PANEL):
+            total = panel.dtype.type(0)
+            for t in range(terms):
+                total += left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+            if add:
+                total += sums[i * stride + k]
+            sums[i * stride + k] = total
+
+
 def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
     """Compute a weighted sum of rows in registers: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
 
@@ -134,6 +161,7 @@ SUMS = 256
 SLACK = 64
 # The most rows of add_products; its columns are a multiple of TILE.
 TILE_ROWS, TILE = 6, 16
+PANEL = 32
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
@@ -150,6 +178,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "copy_elements": copy_elements,
     "copy_vector": copy_vector,
     "prefetch": prefetch,
+    "multiply_panel": multiply_panel,
     "add_row": add_row,
     "copy_row": copy_row,
 }
@@ -212,6 +241,39 @@ def _exp_double(x: float) -> float:
 
 
 exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+
+
+def sigmoid(x: float) -> float:
+    """Return 1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + exp(-x))
+
+
+def _tanh_single(x: float) -> float:
+    # Near 0 a polynomial, as in Cephes; the difference 1 - t would cancel.
+    s = x * x
+    p = s * -5.70498872745e-3 + 2.06390887954e-2
+    p = p * s - 5.37397155531e-2
+    p = p * s + 1.33314422036e-1
+    p = p * s - 3.33332819422e-1
+    near = p * s * x + x
+    t = exp(-2.0 * abs(x))
+    far = (1.0 - t) / (1.0 + t)
+    far = far if x > 0.0 else -far
+    return near if abs(x) < 0.625 else far
+
+
+def _tanh_double(x: float) -> float:
+    s = x * x
+    p = (s * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * s - 1.61468768441708447952e3
+    q = ((s + 1.12811678491632931402e2) * s + 2.23548839060100448583e3) * s + 4.84406305325125486048e3
+    near = x * s * (p / q) + x
+    t = exp(-2.0 * abs(x))
+    far = (1.0 - t) / (1.0 + t)
+    far = far if x > 0.0 else -far
+    return near if abs(x) < 0.625 else far
+
+
+tanh: Callable[[float], float] = ByType(_tanh_single, _tanh_double)
 
 
 def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:

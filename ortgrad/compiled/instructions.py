@@ -93,6 +93,18 @@ def call5(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     return WORD(*[WORD] * 6), lambda context, builder, signature, arguments: _call(builder, arguments)
 
 
+@intrinsic
+def call6(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Call a C function with six arguments."""
+    return WORD(*[WORD] * 7), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call7(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Any:
+    """Call a C function with seven arguments."""
+    return WORD(*[WORD] * 8), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
 def pointer_to(dtype: str) -> Any:
     """Return a function that makes a pointer to elements of a type out of an address."""
     # Numba has no pointers to booleans; they are bytes with the values 0 and 1.

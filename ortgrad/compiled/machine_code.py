@@ -23,6 +23,7 @@ _PARTS = (
     "functions.py",
     "instructions.py",
     "layout.py",
+    "panels.py",
     "processor.py",
     "products.py",
     "rows.py",

@@ -28,6 +28,7 @@ import numpy as np
 from ortgrad.compiled import machine_code
 from ortgrad.errors import ModelError, NodeError, RegistrationError
 from ortgrad.operators.call import Call, parse_call
+from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
 from ortgrad.runtime import entrance
 from ortgrad.runtime.c_api import (
@@ -38,6 +39,7 @@ from ortgrad.runtime.c_api import (
     Api,
     CustomOp,
     Memory,
+    Products,
     address_of,
 )
 from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
@@ -182,7 +184,7 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
         call = parse_call(native.operator, api.attribute(info, CALL_ATTRIBUTE))
     except (ModelError, RuntimeError) as error:
         call = error
-    kernel = _Kernel(api, native, call, owner)
+    kernel = _Kernel(api, native, call, owner, info)
     (_others if owner is None else owner.kernels).append(kernel)
     ctypes.c_void_p.from_address(place).value = kernel.address
 
@@ -190,7 +192,9 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
 class _Kernel(Entrances):
     """The kernel of one node in one session. `kernel[context]` runs it and returns a status."""
 
-    def __init__(self, api: Api, native: NativeOperator, call: Call | Exception, owner: Owner | None) -> None:
+    def __init__(
+        self, api: Api, native: NativeOperator, call: Call | Exception, owner: Owner | None, info: int
+    ) -> None:
         super().__init__()
         self._api = api
         self._native = native
@@ -200,7 +204,7 @@ class _Kernel(Entrances):
         if machine_code.entry() is not None:
             self._state = State(api.address, address_of(_python_compute()), self)
             if owner is None or owner.compiles:
-                self._compile(self._state)
+                self._compile(self._state, info)
         self.refill(self._entrance)
 
     @property
@@ -208,7 +212,7 @@ class _Kernel(Entrances):
         """What onnxruntime passes to KernelComputeV2: the state if that is compiled, else this object."""
         return id(self) if self._state is None else self._state.address
 
-    def _compile(self, state: State) -> None:
+    def _compile(self, state: State, info: int) -> None:
         compiled = self._native.operator.compiled_kernel
         if compiled is not None and isinstance(self._call, Call):
             dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
@@ -221,7 +225,13 @@ class _Kernel(Entrances):
                 # The node fails with this reason when it runs.
                 self._call = NodeError(f"{self._call.node}: {error}")
             else:
-                state.use(compiled, self._call, block)
+                state.use(compiled, self._call, block, self._products(compiled, dtypes, info))
+
+    def _products(self, compiled: CompiledKernel, dtypes: Sequence[str], info: int) -> Products | None:
+        if not compiled.products:
+            return None
+        element = next(dtype for dtype in dtypes if dtype.startswith("float"))
+        return self._api.products(info, element)
 
     def _entrance(self) -> Callable[[int], int | None]:
         """Return a C function that stores the context in a list, resumes a generator and calls its result."""
