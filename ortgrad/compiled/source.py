@@ -51,7 +51,7 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     else:
         lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)])
     block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
-    return Source(element, phases, block, reorders=not kernel.elementwise)
+    return Source(element, phases, block, reorders=not (kernel.elementwise or kernel.exact))
 
 
 def _function(function: Callable[..., Any], element: str) -> Function:

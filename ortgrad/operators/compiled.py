@@ -88,6 +88,9 @@ class CompiledKernel:
     # Whether it was measured to be the fastest way; or a function that tells it for a node, given the shapes
     # of the inputs as far as they are known, and the attributes as keywords.
     auto: bool | Callable[..., bool] = True
+    # Whether the operations are performed in the order in which they are written. Element-wise kernels are
+    # exact; in others, terms of a sum may change places.
+    exact: bool = False
 
     def __post_init__(self) -> None:
         found = len(inspect.signature(self.function).parameters)

@@ -17,11 +17,12 @@ from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
+from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
-FOR_COMPILED: tuple[Pass, ...] = ()
+FOR_COMPILED: tuple[Pass, ...] = (fuse,)
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
