@@ -75,7 +75,9 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
     for name, called in function.functions:
         names[name] = _compile_function(called, element, _FUSE if called.exact else flags, checked)
     python = _execute(function.text, "function", names)
-    return njit(error_model="numpy", fastmath=set(flags), boundscheck=checked, forceinline=not checked)(python)
+    return njit(error_model="numpy", fastmath=set(flags), boundscheck=checked, forceinline=not checked)(
+        python
+    )
 
 
 def _flags(source: Source) -> frozenset[str]:

@@ -140,6 +140,20 @@ def power_of_two(_: Any, n: Any) -> Any:
 
 
 @intrinsic
+def times_power(_: Any, x: Any, t: Any) -> Any:
+    """Return x * 2**n for the integer n in the lowest bits of t: it is added to the exponent."""
+    bits, _, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        integer = ir.IntType(bits)
+        value, power = (builder.bitcast(argument, integer) for argument in arguments)
+        total = builder.add(value, builder.shl(power, integer(size)))
+        return builder.bitcast(total, arguments[0].type)
+
+    return x(x, t), generate
+
+
+@intrinsic
 def exponent(_: Any, x: Any) -> Any:
     """Return the exponent of a positive normal number, as a floating-point number."""
     bits, bias, size = _bits_of(x)

@@ -1,9 +1,9 @@
 """What element-wise operators compute for one element: the text of a Python expression for each.
 
-`{0}`, `{1}` ... stand for the operands and names in braces for attributes. One text serves two purposes. In a
-compiled kernel the operands are numbers, and the functions are those of ortgrad.compiled.functions. In the
-NumPy kernel of a fused node the operands are arrays, and the functions those of NUMPY. NaN and infinities give
-what they give in onnxruntime's operators, which propagate NaN except in comparisons.
+`{0}`, `{1}` ... stand for the operands, and names in braces for attributes. One text serves two purposes. In
+a compiled kernel the operands are numbers, and the functions are those of COMPILED. In the NumPy kernel of a
+fused node the operands are arrays, and the functions those of NUMPY. NaN and infinities give what they give
+in onnxruntime's operators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ortgrad.compiled import functions
+from ortgrad.compiled import mathematics
+from ortgrad.compiled.functions import exp, sqrt
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import Operator, find_operator
 
@@ -25,10 +26,10 @@ class Expression(NamedTuple):
     """An element-wise operator of a fused node."""
 
     text: str
-    # What it takes and returns: "float" or "bool", one type for all operands or one for each.
+    # The types that it takes and gives, "float" or "bool": one for all operands, or one for each.
     takes: str | tuple[str, ...] = FLOAT
     gives: str = FLOAT
-    # The number of operands, for operators that take any number of them and combine them from left to right.
+    # Whether it takes any number of operands, which it combines from left to right.
     variadic: bool = False
     # Whether the operands must have one shape.
     equal_shapes: bool = False
@@ -87,7 +88,7 @@ TABLE: dict[str, Expression] = {
     "Min": Expression("minimum({0}, {1})", variadic=True),
     "Max": Expression("maximum({0}, {1})", variadic=True),
     "Clip": Expression("minimum(maximum({0}, {1}), {2})", cost=2),
-    "Sign": Expression("where({0} > 0.0, 1.0, where({0} < 0.0, -1.0, {0} * 0.0))", cost=2),
+    "Sign": Expression("where({0} > 0.0, 1.0, where({0} < 0.0, -1.0, {0}))", cost=2),
     "Where": Expression("where({0}, {1}, {2})", (BOOL, FLOAT, FLOAT)),
     "Equal": Expression("{0} == {1}", gives=BOOL),
     "Greater": Expression("{0} > {1}", gives=BOOL),
@@ -121,7 +122,9 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "negation": np.logical_not,
 }
 COMPILED: dict[str, Any] = {
-    name: getattr(functions, name) for name in NUMPY if name != "abs"
+    "exp": exp,
+    "sqrt": sqrt,
+    **{name: getattr(mathematics, name) for name in NUMPY.keys() - {"abs", "exp", "sqrt"}},
 }
 
 
@@ -135,7 +138,7 @@ def own_kernel(name: str) -> tuple[Operator, CompiledKernel] | None:
 
 
 def find_expression(name: str) -> Expression | None:
-    """Return the expression of an operator: one of the table, or the call of an element function of ortgrad."""
+    """Return the expression of an operator: one of the table, or a call of ortgrad's element function."""
     if name in TABLE:
         return TABLE[name]
     own = own_kernel(name)

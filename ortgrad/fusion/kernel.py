@@ -1,8 +1,8 @@
 """The operator of a fused node, made from its program: a NumPy kernel and the text of a compiled one.
 
-The results of all steps have one shape. Its axes are divided into three groups, rows, columns and the inner one
-(see `_plan`), so that each input is constant or varies along each of them. A task computes a chunk of the inner
-group for one row and column.
+All results have one shape. Its axes are divided into three groups, rows, columns and inner axes (see `_plan`),
+so that along each group an input varies or is constant. A task computes a chunk of the inner axes for one row
+and column.
 """
 
 from __future__ import annotations

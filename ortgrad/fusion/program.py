@@ -5,10 +5,10 @@
     results:  [4]
     nodes:    ["layer1/Add", "layer1/Where"]
 
-A step applies an operator of ortgrad.fusion.expressions. Its operands are values of earlier steps or inputs, and
+A step applies an operator of ortgrad.fusion.expressions. Its operands are inputs, results of earlier steps and
 constants, which stand in as many brackets as they have dimensions. "row" and "one" tell how an input is
-expected to vary along the last axes of the results: by element, or not at all. The generated kernel is made for
-that; inputs that turn out to be different are computed by the NumPy kernel.
+expected to vary along the last axes of the results: by element, or not at all. The compiled kernel is made
+for that; the NumPy kernel computes with inputs that turn out to be different.
 """
 
 from __future__ import annotations
@@ -168,7 +168,11 @@ def _read_operand(text: str) -> Operand:
 def _read_step(text: str, i: int) -> Step:
     (assignment,) = ast.parse(text).body
     call = assignment.value if isinstance(assignment, ast.Assign) else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not text.startswith(f"v{i} = "):
+    if (
+        not isinstance(call, ast.Call)
+        or not isinstance(call.func, ast.Name)
+        or not text.startswith(f"v{i} = ")
+    ):
         raise ValueError(f"{text!r} is no step v{i}")
     attributes = tuple((str(k.arg), _number(k.value)) for k in call.keywords)
     return Step(call.func.id, tuple(map(_read_argument, call.args)), attributes)

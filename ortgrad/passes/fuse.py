@@ -1,4 +1,4 @@
-"""Replaces chains and small graphs of element-wise nodes by fused nodes, for sessions with compiled kernels."""
+"""Replaces chains and small graphs of element-wise nodes by fused nodes, for compiled kernels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _compute_again(
 
     They must have all that it is computed from among their other inputs.
     """
-    for each in reversed(fusable.values()):
+    for each in reversed(list(fusable.values())):
         value = each.output
         own = owner.get(each.node)
         users = {use.node for use in value.uses()}
@@ -108,7 +108,7 @@ def _derivation(each: Fusable, group: Sequence[Fusable], fusable: Mapping[ir.Nod
             if value in inputs or value in inside:
                 continue
             producer = value.producer()
-            if producer not in fusable:
+            if producer is None or producer not in fusable:
                 return []
             waiting.append(fusable[producer])
     return list(found)

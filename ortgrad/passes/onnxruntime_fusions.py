@@ -1,4 +1,4 @@
-"""Element-wise nodes that onnxruntime itself computes together with their neighbours, if they are left to it."""
+"""Element-wise nodes that onnxruntime itself computes together with their neighbours."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _keep_product(node: ir.Node, kept: set[ir.Node]) -> None:
 
 
 def _keep_normalization(node: ir.Node, kept: set[ir.Node]) -> None:
-    """(X - mean(X)) / sqrt(mean((X - mean(X))^2) + epsilon) * scale + bias, unless a gradient needs its parts"""
+    """A normalization, (X - mean) / sqrt(variance + epsilon) * scale + bias, if no gradient needs its parts"""
     x, mean = node.inputs
     source = None if mean is None else mean.producer()
     if source is None or source.op_type != "ReduceMean" or source.inputs[0] is not x:

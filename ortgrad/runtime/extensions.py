@@ -84,7 +84,9 @@ def _declare_operators() -> None:
         _refuse_to_move_others({operator.domain for operator in new})
         _keep_freed_memory()
         for element, name in fusion.NAMES.items():
-            _define(f"{fusion.DOMAIN}::{name}", Variant((element,), (element,)), native.FusedOperator(element))
+            _define(
+                f"{fusion.DOMAIN}::{name}", Variant((element,), (element,)), native.FusedOperator(element)
+            )
     for operator in new:
         for variant in operator.variants():
             name = f"{operator.domain}::{operator.name}"
