@@ -1,7 +1,7 @@
 """The operator of a fused node, made from its program: a NumPy kernel and the text of a compiled one.
 
-All results have one shape. Its axes are divided into three groups, rows, columns and inner axes (see `_plan`),
-so that along each group an input varies or is constant. A task computes a chunk of the inner axes for one row
+All results have one shape. Its axes are divided into three groups, rows, columns and inner axes (`_plan`), so
+that along each group an input varies or is constant. A task computes a chunk of the inner axes for one row
 and column.
 """
 

@@ -5,8 +5,8 @@
     results:  [4]
     nodes:    ["layer1/Add", "layer1/Where"]
 
-A step applies an operator of ortgrad.fusion.expressions. Its operands are inputs, results of earlier steps and
-constants, which stand in as many brackets as they have dimensions. "row" and "one" tell how an input is
+A step applies an operator of ortgrad.fusion.expressions. Its operands are inputs, results of earlier steps
+and constants, which stand in as many brackets as they have dimensions. "row" and "one" tell how an input is
 expected to vary along the last axes of the results: by element, or not at all. The compiled kernel is made
 for that; the NumPy kernel computes with inputs that turn out to be different.
 """

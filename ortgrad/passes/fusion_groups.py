@@ -1,7 +1,7 @@
 """Groups of element-wise nodes that can be computed together: connected, and with nothing in between.
 
-A fused node needs all of its inputs before it gives any of its results. So there must be no path from a node of
-a group through other nodes to another one of the group.
+A fused node needs all of its inputs before it gives any of its results. So there must be no path from a node
+of a group through other nodes to another one of the group.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _keep_product(node: ir.Node, kept: set[ir.Node]) -> None:
 
 
 def _keep_normalization(node: ir.Node, kept: set[ir.Node]) -> None:
-    """A normalization, (X - mean) / sqrt(variance + epsilon) * scale + bias, if no gradient needs its parts"""
+    """(X - mean) / sqrt(variance + epsilon) * scale + bias, if no gradient needs its parts"""
     x, mean = node.inputs
     source = None if mean is None else mean.producer()
     if source is None or source.op_type != "ReduceMean" or source.inputs[0] is not x:
