@@ -122,7 +122,7 @@ def points(element: str) -> np.ndarray:
     """Numbers of all sizes, denormals among them, and many where functions change quickly."""
     info = np.finfo(element)
     small, large = float(np.log10(info.smallest_subnormal)), float(np.log10(info.max))
-    sizes = [10.0 ** np.linspace(small, large - 1e-9, 5001), np.linspace(0, 20, 20001), np.linspace(20, 800, 2001)]
+    sizes = [10.0 ** np.linspace(small, large - 1e-9, 5001), np.linspace(0, 20, 20001), np.arange(20, 800)]
     with np.errstate(over="ignore", under="ignore"):
         x = np.concatenate([*sizes, *(-each for each in sizes)]).astype(element)
     return x[np.isfinite(x)]
@@ -551,6 +551,19 @@ def test_equal_programs_have_one_kernel() -> None:
     kernels = [fusion.compiled_kernel(Program.from_attributes(program)) for program in programs(model)]
     assert len(kernels) == 5
     assert len(set(kernels)) == 1
+
+
+def test_kernels_do_not_depend_on_trained_constants() -> None:
+    texts, results = set(), []
+    x = np.linspace(-2, 2, 24, dtype=np.float32).reshape(3, 8)
+    for number in (0.123, 1e-30, -3.5e8):
+        text = f"g (float[N,8] x) => (float[N,8] y) <float c = {{{number}}}> {{ a = Mul(x, c)  y = Abs(a) }}"
+        (program,) = programs(fused(parse(text)))
+        texts.add(fusion._text(Program.from_attributes(program)))
+        results.append((run_fused(parse(text), {"x": x}), run_stock(parse(text), {"x": x})))
+    assert len(texts) == 1
+    for actual, expected in results:
+        assert_same(actual, expected)
 
 
 def test_a_group_does_not_depend_on_itself() -> None:

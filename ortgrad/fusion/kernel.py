@@ -160,8 +160,13 @@ def _text(program: Program) -> str:
             inside.append(f"v{i} = fetch(x{i}, k){comparison}")
         else:
             before.append(f"v{i} = t{i}[{first}]{comparison}")
+    names = {constant: f"c{i}" for i, constant in enumerate(_parameters(program))}
+    numbers += (f"{name}: float" for name in names.values())
     for i, step in enumerate(program.steps, count):
-        operands = [literal(o.number) if isinstance(o, Constant) else f"v{o}" for o in step.operands]
+        operands = [
+            names.get(o.number) or literal(o.number) if isinstance(o, Constant) else f"v{o}"
+            for o in step.operands
+        ]
         inside.append(f"v{i} = {write(step.expression, operands, dict(step.attributes))}")
     for i, value in enumerate(program.results):
         before.append(f"y{i} = t{count + i}[place * inner + start : place * inner + start + count]")
@@ -174,6 +179,19 @@ def _text(program: Program) -> str:
         *(f"        {line}" for line in inside),
     ]
     return "\n".join([*lines, ""])
+
+
+def _parameters(program: Program) -> list[float]:
+    """Return the constants that the function takes as parameters.
+
+    Networks have trained constants. With those in its text, every layer would have a kernel of its own.
+    """
+    constants = [o.number for step in program.steps for o in step.operands if isinstance(o, Constant)]
+    return list(dict.fromkeys(c for c in constants if math.isfinite(c) and not _is_common(c)))
+
+
+def _is_common(number: float) -> bool:
+    return abs(number) <= 8 and (4 * number).is_integer()
 
 
 def _make_function(text: str, program: Program) -> Callable[..., Any]:
@@ -220,6 +238,7 @@ def _plan(program: Program, *shapes: Shape, **_: Any) -> Plan | None:
         step = inner if by_element else 1
         numbers[f"by_column{i}"] = step if by_column else 0
         numbers[f"by_row{i}"] = step * (columns if by_column else 1) if by_row else 0
+    numbers.update({f"c{i}": constant for i, constant in enumerate(_parameters(program))})
     size = math.prod(full)
     views = [(math.prod(shape),) for shape in shapes]
     work = size * (len(shapes) + program.cost // 8)

@@ -110,6 +110,25 @@ def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
     return None if None in sizes else tuple(size for size in sizes if size is not None)
 
 
+def infer_broadcast(node: ir.Node) -> None:
+    """Infer the type and shape of an element-wise node if they follow from the shapes of its inputs alone."""
+    expression = TABLE.get(node.op_type)
+    if expression is None or node.domain not in ("", "ai.onnx") or known_shape(node.outputs[0]) is not None:
+        return
+    inputs = [value for value in node.inputs if value is not None]
+    shapes = [known_shape(value) for value in inputs]
+    full: list[int | str] = []
+    for i in range(max((len(shape) for shape in shapes if shape is not None), default=0)):
+        sizes = {shape[-1 - i] for shape in shapes if shape is not None and i < len(shape)} - {1}
+        if len(sizes) > 1:
+            return
+        full.append(next(iter(sizes), 1))
+    if None in shapes or not inputs or inputs[-1].dtype is None:
+        return
+    node.outputs[0].shape = ir.Shape(full[::-1])
+    node.outputs[0].dtype = ir.DataType.BOOL if expression.gives == "bool" else inputs[-1].dtype
+
+
 def _read(node: ir.Node) -> Reading | None:
     if node.domain == DOMAIN and CALL_ATTRIBUTE in node.attributes:
         return _read_own(node)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from ortgrad.fusion.expressions import TABLE
 from ortgrad.fusion.kernel import DOMAIN, NAMES, fused_operator
 from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.graph.inference import infer_types
@@ -13,7 +14,7 @@ from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import dependencies
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
-from ortgrad.passes.fusable import Fusable, read_fusable
+from ortgrad.passes.fusable import Fusable, infer_broadcast, known_shape, read_fusable
 from ortgrad.passes.fusion_groups import Groups, axis_groups, external_inputs, fit
 from ortgrad.passes.onnxruntime_fusions import left_to_onnxruntime
 
@@ -26,7 +27,8 @@ _MOST_NAMED = 8
 
 def fuse(model: ir.Model) -> ir.Model:
     """Fuse the element-wise nodes of the model and its subgraphs."""
-    infer_types(model)
+    if _knows_little(model):
+        infer_types(model)
     names = Names.of(model)
     fused = False
     for graph in list(model.graphs()):
@@ -36,8 +38,16 @@ def fuse(model: ir.Model) -> ir.Model:
     return model
 
 
+def _knows_little(model: ir.Model) -> bool:
+    """Return whether most shapes of element-wise results are unknown; inference takes its time."""
+    values = [node.outputs[0] for node in model.graph.all_nodes() if node.op_type in TABLE]
+    return 2 * sum(known_shape(value) is None for value in values) > len(values)
+
+
 def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     nodes = list(graph)
+    for node in nodes:
+        infer_broadcast(node)
     fusable = {node: each for node in nodes if (each := read_fusable(node)) is not None}
     kept = left_to_onnxruntime(nodes)
     groups = Groups(nodes, [each for node, each in fusable.items() if node not in kept]).merge_all()
