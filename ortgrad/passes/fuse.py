@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
@@ -23,6 +25,10 @@ from ortgrad.passes.onnxruntime_fusions import left_to_onnxruntime
 _CHEAP, _AFFORDABLE = 2, 30
 _MOST_COPIES = 8
 _MOST_NAMED = 8
+# The number of programs in a model that are compiled, a third of a second each.
+_MOST_PROGRAMS = 20
+# A node takes as long as this many elements.
+_PER_NODE = 10000
 
 
 def fuse(model: ir.Model) -> ir.Model:
@@ -51,6 +57,7 @@ def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     fusable = {node: each for node in nodes if (each := read_fusable(node)) is not None}
     kept = left_to_onnxruntime(nodes)
     groups = Groups(nodes, [each for node, each in fusable.items() if node not in kept]).merge_all()
+    groups = _most_useful(groups)
     if not groups:
         return False
     place = {node: i for i, node in enumerate(nodes)}
@@ -77,6 +84,29 @@ def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     graph.remove(gone, safe=True)
     graph.sort()
     return True
+
+
+def _most_useful(groups: list[list[Fusable]]) -> list[list[Fusable]]:
+    """Return the groups of the programs that save most: each has to be compiled once."""
+    saved: Counter[object] = Counter()
+    for group in groups:
+        sizes = [size for size in group[0].shape if isinstance(size, int)]
+        saved[_structure(group)] += len(group) * (_PER_NODE + math.prod(sizes))
+    chosen = {structure for structure, _ in saved.most_common(_MOST_PROGRAMS)}
+    return [group for group in groups if _structure(group) in chosen]
+
+
+def _structure(group: Sequence[Fusable]) -> object:
+    """Return what is equal for groups that have one kernel, nearly always."""
+    numbers: dict[ir.Value, int] = {}
+    found = []
+    for each in group:
+        operands = [
+            numbers.setdefault(o, len(numbers)) if isinstance(o, ir.Value) else -1 for o in each.operands
+        ]
+        numbers[each.output] = len(numbers)
+        found.append((each.operator, each.attributes, tuple(operands)))
+    return group[0].element, tuple(found)
 
 
 def _compute_again(
