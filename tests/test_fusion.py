@@ -598,6 +598,33 @@ def test_outputs_and_masks_that_others_need() -> None:
     assert_same(run_fused(model, feeds), run_stock(model, feeds))
 
 
+def test_cheap_values_are_computed_again() -> None:
+    model = parse("""g (float[N,8] x, float[8,8] w) => (float[N,8] y) <float half = {0.5}> {
+        h = Add(x, half)  m = MatMul(h, w)  a = Mul(m, h)  y = Add(a, x) }""")
+    prepared = fused(model)
+    assert steps(prepared) == [["Add", "Mul", "Add"]]
+    assert operators(prepared) == {"Add": 1, "MatMul": 1, "Fused": 1}
+    feeds = feeds_of(model, {"N": 3})
+    assert_same(run_fused(model, feeds), run_stock(model, feeds), 8)
+
+
+def test_masks_are_not_results_of_a_fused_node() -> None:
+    model = parse("""g (float[N,8] x, float[8,8] w) => (float[N,8] y) <float zero = {0}, float six = {6}> {
+        a = Clip(x, zero, six)  m = Equal(a, x)  c = MatMul(a, w)  d = Exp(c)  e = Mul(d, c)
+        y = Where(m, e, zero) }""")
+    feeds = feeds_of(model, {"N": 3})
+    feeds["w"] /= 8
+    assert_same(run_fused(model, feeds), run_stock(model, feeds), 8)
+
+
+def test_values_that_are_stored_anyway_are_not_stored_together() -> None:
+    products = " ".join(f"p{i} = Mul(d, x{i})  s{i} = ReduceSum(p{i})" for i in range(3))
+    inputs = ", ".join(f"float[N,8] x{i}" for i in range(3))
+    sums = ", ".join(f"float[1,1] s{i}" for i in range(3))
+    model = parse(f"g (float[N,8] a, {inputs}) => (float[N,8] d, {sums}) {{ d = Exp(a) {products} }}")
+    assert not steps(fused(model))
+
+
 def test_subgraphs() -> None:
     model = parse("""g (bool c, float[N,8] x) => (float[N,8] y) {
         a = Exp(x)

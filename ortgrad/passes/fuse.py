@@ -66,16 +66,15 @@ def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     for group in groups:
         group.sort(key=lambda each: place[each.node])
     live = _live_values(graph, groups, owner, fusable)
-    made = []
+    made: list[tuple[ir.Node, list[Fusable]]] = []
+    replaced: set[ir.Node] = set()
     for i, group in enumerate(groups):
-        results = [e for e in group if owner[e.node] == i and not e.gives_bool and e.output in live]
-        if results:
-            made.append(_fused_node(_needed(group, results), results, names))
-    gone = [
-        node
-        for node, each in fusable.items()
-        if each.output not in live or (node in owner and not each.gives_bool)
-    ]
+        results = [e for e in group if owner.get(e.node) == i and not e.gives_bool and e.output in live]
+        needed = _needed(group, results)
+        if len(needed) > 1:
+            made.append(_fused_node(needed, results, names))
+            replaced.update(each.node for each in results)
+    gone = [node for node, each in fusable.items() if each.output not in live or node in replaced]
     graph.extend(node for node, _ in made)
     for node, results in made:
         for old, new in zip((each.output for each in results), node.outputs, strict=True):

@@ -46,7 +46,8 @@ class Groups:
                 if producer in self._fusable:
                     self._merge(self._place[producer], self._place[each.node])
         roots = dict.fromkeys(self._find(self._place[node]) for node in self._fusable)
-        return [self._group(root) for root in roots if len(self._members[root]) > 1]
+        groups = [_trimmed(self._group(root)) for root in roots if len(self._members[root]) > 1]
+        return [group for group in groups if len(group) > 1]
 
     def _group(self, root: int) -> list[Fusable]:
         return [self._fusable[node] for node in sorted(self._members[root], key=self._place.__getitem__)]
@@ -101,6 +102,40 @@ def fit(group: Sequence[Fusable]) -> bool:
     if axes is None or len(axes) > _MOST_AXES:
         return False
     return len(axes) < 2 or not isinstance(axes[-1][0], int) or axes[-1][0] >= _SHORTEST_ROW
+
+
+def _trimmed(group: list[Fusable]) -> list[Fusable]:
+    """Return a group without nodes that gain nothing from being computed with the others."""
+    while True:
+        useless = _useless(group)
+        if not useless:
+            return group
+        group = [each for each in group if each not in useless]
+
+
+def _useless(group: list[Fusable]) -> set[Fusable]:
+    """Boolean results that the group does not need, and several that each need an input and a stored value.
+
+    To store several tensors at once takes them out of the cache before somebody reads them.
+    """
+    escapes = {each.output for each in escaping(group)}
+    users: dict[ir.Value, list[Fusable]] = {}
+    for each in group:
+        for value in dict.fromkeys(each.values):
+            users.setdefault(value, []).append(each)
+    inside = {each.output for each in group}
+    found = {each for each in group if each.gives_bool and each.output not in users}
+    for value in inside & escapes:
+        last = [
+            each
+            for each in users.get(value, [])
+            if each.output in escapes
+            and each.output not in users
+            and any(v not in inside and len(users[v]) == 1 for v in each.values)
+        ]
+        if len(last) > 1:
+            found.update(last)
+    return found
 
 
 def external_inputs(group: Sequence[Fusable]) -> list[ir.Value]:
