@@ -51,6 +51,43 @@ class KernelError(OrtgradError, RuntimeError):
         return type(self), (self.node, self.operator, self.inputs, self.reason)
 
 
+class TrainingError(OrtgradError, RuntimeError):
+    """A training step, or what is needed for one, is not possible."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be read or written: damaged, of another version, or of another kind."""
+
+
+class TrainingFileError(OSError, TrainingError):
+    """A file cannot be opened, read or written; `errno` says why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class CheckpointFileError(TrainingFileError, CheckpointError):
+    """The file of a checkpoint cannot be opened, read or written; `errno` says why."""
+
+
+class TrainingModelError(TrainingError, ModelError):
+    """A model cannot be trained as asked: a wrong name, a loss that is not a scalar, an invalid graph."""
+
+
+class NoParametersError(TrainingError, IndexError):
+    """An optimizer is asked for, but there is no parameter to train."""
+
+
+class ParameterNotFoundError(OrtgradError, KeyError):
+    """There is no parameter or property of this name."""
+
+    __str__ = Exception.__str__
+
+
+class ArgumentTypeError(OrtgradError, TypeError):
+    """An argument has a type that is not accepted."""
+
+
 def unknown_rank(what: str) -> str:
     """Return the text of an error about a value whose number of dimensions is needed, but not known."""
     return (

@@ -86,6 +86,19 @@ def test_a_gradient_that_is_not_finite_is_wrong(monkeypatch: pytest.MonkeyPatch)
     assert not row.ok and row.error == np.inf and "not finite" in row.note
 
 
+OVERFLOWS = """<ir_version: 10, opset_import: ["" : 21]>
+    g (float[3] x) => (float[3] y) { e = Exp(x) f = Div(e, e) y = Add(f, x) }"""
+
+
+@pytest.mark.parametrize(("x", "note"), [(100, "float32 results are not finite"), (1000, "neither are the")])
+def test_results_that_are_not_finite(x: float, note: str) -> None:
+    """exp(x) / exp(x) is NaN in float32 for x = 100, and for x = 1000 in double as well."""
+    (row,) = ortgrad.check_gradients(
+        onnx.parser.parse_model(OVERFLOWS), {"x": np.float32([0.5, x, 1.0])}
+    ).rows
+    assert note in row.note and row.ok == (x == 100) and not row.wrong
+
+
 def test_a_missing_part_of_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_rules, ("", "Add"), Rule(lambda node: (node.grad(0), None), broadcasts=True))
     model = onnx.parser.parse_model(

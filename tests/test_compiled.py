@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -264,10 +265,20 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
         CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
 
 
-def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
-    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
+@functools.cache
+def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
+    """The functions of a compiled kernel with checks of all indices."""
     from ortgrad.compiled import compiler
 
+    kernel = operator.compiled_kernel
+    assert kernel is not None
+    source = source_of(kernel, dtypes)
+    flags = {"contract", "reassoc", "nsz"}
+    return [compiler.compile_function(f, source.element, flags, checked=True) for f in source.phases]
+
+
+def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
+    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
     kernel = operator.compiled_kernel
     assert kernel is not None
     given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
@@ -283,12 +294,13 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
         planned = kernel.plan(*known, *shapes, **call.attributes)
     assert planned is not None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
-    outputs = [np.full(0 if shape is None else shape, np.nan, dtype) for shape in shapes]
-    source = source_of(kernel, [*(array.dtype.name for array in feed), *(dtype.name for _ in outputs)])
-    phases = [
-        compiler.compile_function(function, dtype.name, {"contract", "reassoc", "nsz"}, checked=True)
-        for function in source.phases
+    types = [dtype if slot.type in operator.types else np.dtype(slot.type) for slot in operator.outputs]
+    outputs = [
+        np.full(0 if shape is None else shape, np.nan if of.kind == "f" else -1, of)
+        for shape, of in zip(shapes, types, strict=True)
     ]
+    names = [array.dtype.name for array in (*feed, *outputs)]
+    phases = checked_functions(operator, tuple(names))
     numbers = {**call.attributes, **planned.numbers}
     values = [
         np.array(numbers[name], np.int64)

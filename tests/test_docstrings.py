@@ -15,16 +15,26 @@ PUBLIC = [
     for name in ortgrad.__all__
     if not inspect.isclass(thing := getattr(ortgrad, name)) or not issubclass(thing, Exception)
 ]
+TRAINING = [
+    "training.api.CheckpointState",
+    "training.api.LinearLRScheduler",
+    "training.api.Module",
+    "training.api.Optimizer",
+    "training.api.Parameter",
+    "training.checkpoint.load",
+    "training.checkpoint.save",
+]
 SCRIPT = """
-import doctest, sys, ortgrad
-thing = getattr(ortgrad, sys.argv[1])
+import doctest, importlib, sys
+module, _, name = f"ortgrad.{sys.argv[1]}".rpartition(".")
+thing = getattr(importlib.import_module(module), name)
 (test,) = doctest.DocTestFinder(recurse=False).find(thing, sys.argv[1], module=False, globs={})
 assert test.examples, "there is no example"
 sys.exit(doctest.DocTestRunner().run(test).failed)
 """
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, *TRAINING])
 def test_example(name: str) -> None:
     """In a process of its own: examples declare operators."""
     command = [sys.executable, "-W", "error", "-c", SCRIPT, name]

@@ -23,6 +23,7 @@ LAYERS = [
     "runtime",
     "nodes",
     "check",
+    "training",
     "cli",
     "__main__",
 ]

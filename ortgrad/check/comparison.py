@@ -126,6 +126,9 @@ class Comparison:
             if point is None:
                 continue
             verdict, note = self._at(point, name)
+            finite = self._objective.finite and np.isfinite(point.rounding)
+            if np.isinf(verdict.error) and not finite:
+                verdict = not_judged("the gradient is not finite, and neither are the results")
             if not verdict.reason:
                 beside = f"beside the given point: there, {first}" if first else ""
                 finite = (
@@ -167,8 +170,12 @@ class Comparison:
         error = distance(gradient, double)
         verdict = Verdict(error, max(ACCURACY[kind], self._tolerance or 0.0))
         note = f"compared with the gradient in double, which is {right.error:.0e} off"
-        if not verdict.wrong or not np.isfinite(gradient.astype(np.float64)).all():
+        if not verdict.wrong:
             return verdict, note
+        if not np.isfinite(gradient.astype(np.float64)).all():
+            # `rounding` is the distance of the results from those in double.
+            finite = np.isfinite(point.rounding)
+            return (verdict, note) if finite else (right, f"in double only: {kind} results are not finite")
         imprecision = self._objective.spread(point, 0, name)
         verdict = self._without_doubt(verdict, kind, imprecision)
         return (right, f"in double only: {verdict.reason}") if verdict.reason else (verdict, note)

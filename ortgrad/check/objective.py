@@ -53,6 +53,7 @@ class Objective:
         started = time.perf_counter()
         base = forward.run(forward.feeds)
         self.seconds = time.perf_counter() - started  # that one forward pass takes
+        self.finite = all(np.isfinite(base[name]).all() for name in outputs)
         self._weights = {
             # No differences can be computed for outputs that are not finite.
             name: np.where(np.isfinite(base[name]), generator.standard_normal(base[name].shape), 0.0)

@@ -19,7 +19,7 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         InferenceSession(arguments.model, kernels="compiled")
     else:
-        for operator in all_operators():
+        for operator in all_operators(internal=True):
             if operator.compiled_kernel is not None:
                 for variant in operator.variants():
                     machine_code.block(operator.compiled_kernel, [*variant.inputs, *variant.outputs])

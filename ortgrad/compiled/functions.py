@@ -90,6 +90,21 @@ def add_rows(
         sums[i * stride : i * stride + count] = np.sum(parts, axis=0) if parts else 0
 
 
+def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
+    """Compute one weighted sum of rows: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
+
+    As in `add_rows`, up to SLACK elements more are read of every row, and written.
+    """
+    parts = [w * rows[s : s + count] for s, w in zip(starts, weights, strict=False)]
+    sums[:count] = np.sum(parts, axis=0) if parts else 0
+
+
+def copy(into: np.ndarray, source: np.ndarray) -> None:
+    """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
+    count = min(len(into), len(source))
+    into[:count] = source[:count]
+
+
 SUMS = 256
 SLACK = 64
 # The compiler has instructions for these.
@@ -108,6 +123,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "allocate_integers": allocate_integers,
     "release": release,
     "add_rows": add_rows,
+    "add_row": add_row,
+    "copy": copy,
 }
 
 
@@ -175,3 +192,8 @@ def exp(x: float) -> float:
     y = exp_of_small(x)
     y = 0.0 if x < _LOWEST else y
     return y if x <= _HIGHEST else x * _INFINITY
+
+
+def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:
+    """Return a * weight_a + b * weight_b, which is infinite if one product is."""
+    return a * weight_a + b * weight_b

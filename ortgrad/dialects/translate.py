@@ -1,4 +1,4 @@
-"""Replaces onnxruntime-training's nodes by the translations in `ortgrad.dialects.training`."""
+"""Replaces onnxruntime-training's nodes and optimizers by their translations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass
 from ortgrad.autodiff.node_view import NodeView
+from ortgrad.dialects.optimizers import find_optimizer
 from ortgrad.dialects.training import find_translation
 from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import put_in_place
@@ -19,7 +20,10 @@ from ortgrad.passes.complete import complete
 
 def translate_training_operators(model: ir.Model) -> ir.Model:
     """Replace every node whose operator has a translation."""
-    found = [(node, find_translation(node.op_type, node.domain)) for node in model.graph.all_nodes()]
+    found = [
+        (node, find_translation(node.op_type, node.domain) or find_optimizer(node.op_type, node.domain))
+        for node in model.graph.all_nodes()
+    ]
     chosen = [(node, translation) for node, translation in found if translation is not None]
     if not chosen:
         return model

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, with_dense_initializers
+from ortgrad.graph.portable import restore_gradient_nodes
 from ortgrad.graph.protos import all_graphs, copy_of, declared_values
 from ortgrad.operators.declaration import DOMAIN
 
@@ -28,6 +29,7 @@ def read(source: onnx.ModelProto) -> ir.Model:
         for value in [value for value in model.graph.inputs if value.is_initializer()]:
             model.graph.inputs.remove(value)
     model.ir_version = max(model.ir_version, IR_VERSION)
+    restore_gradient_nodes(model)
     _open_negative_sizes(model)
     _own_names(model)
     return model

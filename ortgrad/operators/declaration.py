@@ -28,10 +28,14 @@ from ortgrad.operators.compiled import CompiledKernel, Planner
 from ortgrad.operators.contract import Contract, Dims
 
 DOMAIN = "com.microsoft"
+# Operators of this domain replace nodes in sessions that run compiled kernels; no model is saved with them.
+INTERNAL_DOMAIN = "ortgrad"
 # The string attribute with the data for the Python kernel (see ortgrad.operators.call).
 CALL_ATTRIBUTE = "ortgrad"
 # Tells which of the operator's bodies in the model belongs to the node (see ortgrad.passes.attach).
 BODY_ATTRIBUTE = "ortgrad_body"
+# Begins the domains of functions that stand for gradient nodes (see ortgrad.graph.portable).
+PORTABLE_PREFIX = "ortgrad."
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32")
@@ -376,6 +380,6 @@ def find_anywhere(name: str) -> Operator | None:
     return next((operator for operator in _operators.values() if operator.name == name), None)
 
 
-def all_operators() -> tuple[Operator, ...]:
-    """Return all declared operators, in the order of declaration."""
-    return tuple(_operators.values())
+def all_operators(*, internal: bool = False) -> tuple[Operator, ...]:
+    """Return all declared operators, in the order of declaration; with `internal`, those of sessions too."""
+    return tuple(o for o in _operators.values() if internal or o.domain != INTERNAL_DOMAIN)

@@ -96,7 +96,7 @@ def schemas_known() -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
-            for operator in all_operators():
+            for operator in all_operators(internal=True):
                 # A schema that another package has registered in the meantime is left in place.
                 if not onnx.defs.has(operator.name, operator.domain):
                     onnx.defs.register_schema(make_schema(operator))

@@ -10,6 +10,7 @@ import numpy as np
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.ops import _batch_kernels
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, widened
@@ -210,6 +211,20 @@ def batch_norm_internal_body(
         for old, new in ((input_mean, mean), (input_var, var))
     ]
     return [y, *running, cast_like(op, mean, input_mean), cast_like(op, inv, input_mean)]
+
+
+batch_normalization_grad.compiled(
+    views=[3, 3, 1, 1, 1, 3, 1, 1],
+    plan=_batch_kernels.grad_plan,
+    first=_batch_kernels.grad_sums,
+    scratch=[3, 3],
+)(_batch_kernels.grad_apply)
+batch_norm_internal.compiled(
+    views=[3, 1, 1, 1, 1, 3, 1, 1, 1, 1],
+    plan=_batch_kernels.internal_plan,
+    first=_batch_kernels.internal_sums,
+    scratch=[3, 3],
+)(_batch_kernels.internal_apply)
 
 
 def _check_internal(training_mode: int, wanted: tuple[bool, ...]) -> None:

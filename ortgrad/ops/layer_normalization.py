@@ -11,6 +11,7 @@ import numpy as np
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.ops import _layer_kernels
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import Axes, axes_from, count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, is_double, widened
@@ -195,6 +196,26 @@ def invertible_layer_normalization_grad_body(
     scaled = _flat(op, y, axis, inv) - _flat(op, bias, 0, inv)
     normalized = scaled / _flat(op, scale, 0, inv)
     return _layer_body(op, dy, y, scale, normalized, inv, axis, centre=True)
+
+
+layer_normalization_grad.compiled(
+    views=[2, 2, 1, 1, 1, 2, 1, 1],
+    plan=_layer_kernels.layer_plan,
+    first=_layer_kernels.layer_grad_rows,
+    scratch=[2, 2],
+)(_layer_kernels.layer_grad_columns)
+simplified_layer_normalization_grad.compiled(
+    views=[2, 2, 1, 1, 2, 1],
+    plan=_layer_kernels.simplified_plan,
+    first=_layer_kernels.simplified_layer_grad_rows,
+    scratch=[2],
+)(_layer_kernels.simplified_layer_grad_columns)
+invertible_layer_normalization_grad.compiled(
+    views=[2, 2, 1, 1, 1, 2, 1, 1],
+    plan=_layer_kernels.layer_plan,
+    first=_layer_kernels.invertible_layer_grad_rows,
+    scratch=[2, 2],
+)(_layer_kernels.layer_grad_columns)
 
 
 def _rows(array: np.ndarray, axis: int) -> np.ndarray:

@@ -9,8 +9,11 @@ import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.compiled.functions import SUMS, double, doubles, exp
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
 from ortgrad.ops._kernels import blockwise
+from ortgrad.ops._sums import groups_of
 from ortgrad.ops._types import is_double, is_half
 
 if TYPE_CHECKING:
@@ -119,6 +122,127 @@ def softmax_cross_entropy_loss_grad_body(
     if samples is None:
         return result
     return op.Where(op.Unsqueeze(op.Equal(samples, 0.0), [1]), 0.0, result)
+
+
+# The number of labels whose weights a task adds up: few enough to be counted exactly in the element type.
+_LABELS = 1 << 14
+
+
+def _plan(
+    dy: tuple[int, ...],
+    log_prob: tuple[int, ...],
+    label: tuple[int, ...],
+    weight: tuple[int, ...] | None,
+    d_logits: tuple[int, ...],
+    *,
+    reduction: str,
+    ignore_index: int | None,
+) -> Plan:
+    """The tensors with the axes sample, class and position; a task is for one sample, or SUMS positions."""
+    samples, classes, positions = log_prob[0], log_prob[1], math.prod(log_prob[2:])
+    blocks = -(-samples * positions // _LABELS)
+    numbers = {
+        "mean": reduction == "mean",
+        "per_sample": reduction == "none",
+        "ignores": ignore_index is not None,
+        "ignored": ignore_index or 0,
+        "classes": classes,
+        "groups": groups_of(positions),
+    }
+    # With one position per sample, the classes are the last axis, along which a kernel is fast.
+    shape = (samples, 1, classes) if positions == 1 else (samples, classes, positions)
+    views = [(math.prod(dy),), shape, (samples * positions,), weight or (0,), shape]
+    # An exponential takes some time.
+    work = 8 * math.prod(shape)
+    return Plan((blocks, samples * groups_of(positions)), views, numbers, work, scratch=[(blocks,)])
+
+
+def loss_grad_labels(
+    task: int,
+    dy: np.ndarray,
+    log_prob: np.ndarray,
+    label: np.ndarray,
+    weight: np.ndarray,
+    d_logits: np.ndarray,
+    sums: np.ndarray,
+    mean: int,
+    per_sample: int,
+    ignores: int,
+    ignored: int,
+    classes: int,
+    groups: int,
+) -> bool:
+    """Check some labels, and add up their weights."""
+    total = double(0.0)
+    for k in range(task * _LABELS, min((task + 1) * _LABELS, len(label))):
+        if not ignores or label[k] != ignored:
+            if label[k] < 0 or label[k] >= classes:
+                return True
+            total += double(weight[label[k]]) if len(weight) > 0 else double(1.0)
+    sums[task] = total
+    return False
+
+
+@softmax_cross_entropy_loss_grad.compiled(
+    views=[1, 3, 1, 1, 3], plan=_plan, first=loss_grad_labels, scratch=[1]
+)
+def loss_grad_samples(
+    task: int,
+    dy: np.ndarray,
+    log_prob: np.ndarray,
+    label: np.ndarray,
+    weight: np.ndarray,
+    d_logits: np.ndarray,
+    sums: np.ndarray,
+    mean: int,
+    per_sample: int,
+    ignores: int,
+    ignored: int,
+    classes: int,
+    groups: int,
+) -> None:
+    positions = len(label) // log_prob.shape[0]
+    i, first = task // groups, task % groups * SUMS
+    width = min(SUMS, positions - first)
+    total = double(1.0)
+    if mean:
+        total = double(0.0)
+        for k in range(len(sums)):
+            total += double(sums[k])
+    labels = label[i * positions + first : i * positions + first + width]
+    samples, factors = doubles(), doubles()
+    for k in range(width):
+        samples[k] = 0.0
+        if not ignores or labels[k] != ignored:
+            samples[k] = weight[labels[k]] if len(weight) > 0 else 1.0
+        scale = double(dy[i * positions + first + k] if per_sample else dy[0])
+        factors[k] = samples[k] * (scale / total)
+    if positions == 1:
+        _write_row(log_prob[i, 0], labels[0], samples[0], log_prob.dtype.type(factors[0]), d_logits[i, 0])
+        return
+    for c in range(classes):
+        row, into = log_prob[i, c, first : first + width], d_logits[i, c, first : first + width]
+        for k in range(width):
+            into[k] = exp(row[k]) * log_prob.dtype.type(factors[k])
+    for k in range(width):
+        if samples[k] == 0.0:
+            for c in range(classes):
+                d_logits[i, c, first + k] = 0.0
+        else:
+            c = labels[k]
+            d_logits[i, c, first + k] = (exp(log_prob[i, c, first + k]) - 1.0) * log_prob.dtype.type(
+                factors[k]
+            )
+
+
+def _write_row(log_prob: np.ndarray, label: int, sample: float, factor: float, d_logits: np.ndarray) -> None:
+    if sample == 0.0:
+        for c in range(len(d_logits)):
+            d_logits[c] = 0.0
+        return
+    for c in range(len(d_logits)):
+        d_logits[c] = exp(log_prob[c]) * factor
+    d_logits[label] = (exp(log_prob[label]) - 1.0) * factor
 
 
 @gradient("SoftmaxCrossEntropyLoss")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
+from ortgrad.ops import _box_filter, _pools
 from ortgrad.ops._kernels import parallel
 from ortgrad.ops._windows import (
     AUTO_PADS,
@@ -87,7 +89,7 @@ def max_pool_grad(
     # The indices are sufficient. The attributes, which onnxruntime-training does not need, are only checked,
     # and that only where ONNX and onnxruntime agree on the windows.
     if kernel_shape and not _unclear(kernel_shape, **attributes):
-        _windows(dy, shape, kernel_shape, **attributes)
+        _windows(dy.shape, shape, kernel_shape, **attributes)
     # Column-major indices are row-major ones over the spatial dimensions in reverse order.
     sizes = shape[2:] if storage_order == 0 else shape[:1:-1]
     dx = empty(0, shape) if storage_order == 0 else np.empty(shape[:2] + sizes, dy.dtype)
@@ -98,6 +100,26 @@ def max_pool_grad(
         _require_own_channel(indices, math.prod(sizes))
         np.add.at(dx.reshape(-1), indices.reshape(-1), dy.reshape(-1))
     return dx if storage_order == 0 else dx.transpose(0, 1, *range(dx.ndim - 1, 1, -1))
+
+
+def _plan_max(
+    dy: tuple[int, ...],
+    indices: tuple[int, ...],
+    x_shape: tuple[int, ...],
+    dx: tuple[int, ...],
+    *,
+    kernel_shape: list[int] | None,
+    storage_order: int,
+    **attributes: Any,
+) -> Plan | None:
+    _require_order(storage_order)
+    if kernel_shape and not _unclear(kernel_shape, **attributes):
+        _windows(dy, dx, kernel_shape, **attributes)
+    blank = any(d > n for d, n in zip(attributes["dilations"] or (), dx[2:], strict=False))
+    return _pools.plan_max(dy, dx, storage_order == 1, blank)
+
+
+max_pool_grad.compiled(views=[2, 2, 1, 2], plan=_plan_max)(_pools.max_pool_grad_channel)
 
 
 def _require_order(storage_order: int) -> None:
@@ -199,15 +221,14 @@ def average_pool_grad(
 ) -> np.ndarray:
     """dX = the sum over the windows that hold X of dY / the number of elements in the window"""
     full_shape = tuple(x_shape.tolist())
-    w = _windows(dy, full_shape, _clear_kernel(kernel_shape, **attributes), **attributes)
+    w = _windows(dy.shape, full_shape, _clear_kernel(kernel_shape, **attributes), **attributes)
     if not dy.size:
         dx = empty(0, full_shape)
         dx.fill(0)
         return dx
-    whole = bool(count_include_pad and not attributes["ceil_mode"])
-    divisors = [_counts(w, i, count_include_pad, whole) for i in range(w.rank)]
+    divisors = _divisors(w, count_include_pad, attributes["ceil_mode"])
     counts = functools.reduce(np.multiply.outer, divisors).astype(dy.dtype)
-    plans = [_plan(w, i) for i in range(w.rank)]
+    plans = [_box_filter.plan_spread(w, i) for i in range(w.rank)]
     planes = dy.reshape(-1, *w.outputs)
     dx = empty(0, full_shape)
     dx_planes = dx.reshape(len(planes), *w.sizes)
@@ -223,60 +244,33 @@ def average_pool_grad(
                 target = np.empty(
                     (*source.shape[:axis], w.sizes[axis - 1], *source.shape[axis + 1 :]), dy.dtype
                 )
-            _run(plans[axis - 1], source, target, axis)
+            _box_filter.spread(plans[axis - 1], source, target, axis)
             source = target
 
     parallel(spread, -(-len(planes) // piece))
     return dx
 
 
-class _Plan(NamedTuple):
-    """How dY is spread along one axis: what to set to zero, to copy and to add, in this order."""
-
-    zero: np.ndarray
-    copy: list[tuple[slice, slice]]
-    add: list[tuple[slice, slice]]
-
-
-def _plan(w: Windows, i: int) -> _Plan:
-    size, count, kernel, head = w.sizes[i], w.outputs[i], w.kernel[i], w.heads[i]
-    moves = []
-    if count < kernel:
-        for o in range(count):
-            _, target = _within(size, o * w.strides[i] - head, w.dilations[i], kernel)
-            moves.append((slice(o, o + 1), target))
-    else:
-        for k in range(kernel):
-            moves.append(_within(size, k * w.dilations[i] - head, w.strides[i], count))
-    # The first move to a place is a copy; taking the longest moves first leaves the fewest places to clear.
-    moves.sort(key=lambda move: -len(range(size)[move[1]]))
-    written = np.zeros(size, bool)
-    plan = _Plan(written, [], [])
-    for source, target in moves:
-        if written[target].any():
-            plan.add.append((source, target))
-        else:
-            written[target] = True
-            plan.copy.append((source, target))
-    return plan._replace(zero=np.flatnonzero(~written))
+def _plan_average(
+    dy: tuple[int, ...],
+    x_shape: tuple[int, ...],
+    dx: tuple[int, ...],
+    *,
+    kernel_shape: list[int] | None,
+    count_include_pad: int,
+    **attributes: Any,
+) -> Plan | None:
+    w = _windows(dy, dx, _clear_kernel(kernel_shape, **attributes), **attributes)
+    return _pools.plan_average(dy, dx, w, _divisors(w, count_include_pad, attributes["ceil_mode"]))
 
 
-def _within(size: int, start: int, step: int, count: int) -> tuple[slice, slice]:
-    """Which of `count` steps from `start` lie in range(size), and where."""
-    first = max(0, -(start // step))
-    last = max(first, min(count, -((start - size) // step)))
-    begin = start + first * step
-    return slice(first, last), slice(begin, begin + (last - first) * step, step)
+average_pool_grad.compiled(views=[3, 1, 2], plan=_plan_average)(_pools.average_pool_grad_strip)
 
 
-def _run(plan: _Plan, source: np.ndarray, target: np.ndarray, axis: int) -> None:
-    before: tuple[Any, ...] = (slice(None),) * axis
-    if plan.zero.size:
-        target[(*before, plan.zero)] = 0
-    for read, write in plan.copy:
-        target[(*before, write)] = source[(*before, read)]
-    for read, write in plan.add:
-        target[(*before, write)] += source[(*before, read)]
+def _divisors(w: Windows, count_include_pad: int, ceil_mode: int) -> list[np.ndarray]:
+    """How many elements the windows along each axis are averaged over."""
+    whole = bool(count_include_pad and not ceil_mode)
+    return [_counts(w, i, count_include_pad, whole) for i in range(w.rank)]
 
 
 def _counts(w: Windows, i: int, count_include_pad: int, whole: bool) -> np.ndarray:
@@ -331,7 +325,7 @@ def _unclear(
 
 
 def _windows(
-    dy: np.ndarray,
+    dy: tuple[int, ...],
     shape: tuple[int, ...],
     kernel_shape: list[int],
     *,
@@ -340,10 +334,10 @@ def _windows(
 ) -> Windows:
     """The windows over an X of this shape; raises unless they give an output of dY's shape."""
     w = windows(shape[2:], kernel_shape, ceil_mode=bool(ceil_mode), pool=True, **attributes)
-    if w.outputs != dy.shape[2:]:
+    if w.outputs != dy[2:]:
         raise ValueError(
             f"pooling an X of shape {list(shape)} with kernel_shape {kernel_shape} gives "
-            f"{[*shape[:2], *w.outputs]}, but dY has {list(dy.shape)}"
+            f"{[*shape[:2], *w.outputs]}, but dY has {list(dy)}"
         )
     return w
 

@@ -19,6 +19,7 @@ from ortgrad.operators.compiled import Plan
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops._kernels import blockwise
+from ortgrad.ops._sums import CHUNK, ROWS, groups_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -91,65 +92,110 @@ def _plan(alone: bool) -> Callable[..., Plan]:
     def plan(dy: tuple[int, ...], y: tuple[int, ...], dx: tuple[int, ...], *, axis: int) -> Plan:
         axis = _normalized(axis, len(y))
         stop = axis + 1 if alone else len(y)
-        shape = math.prod(y[:axis]), math.prod(y[axis:stop]), math.prod(y[stop:])
-        groups = -(-shape[2] // SUMS)
-        return Plan(shape[0] * groups, [shape] * 3, {"groups": groups})
+        outer, count, inner = math.prod(y[:axis]), math.prod(y[axis:stop]), math.prod(y[stop:])
+        # Kernels are fast along the last axis.
+        shape = (outer, 1, count) if inner == 1 else (outer, count, inner)
+        groups = groups_of(inner)
+        tasks = outer * groups if count else 0
+        return Plan(tasks, [shape] * 3, {"groups": groups, "contiguous": inner == 1})
 
     return plan
 
 
 @softmax_grad.compiled(views=[3, 3, 3], plan=_plan(alone=False))
 @softmax_grad_13.compiled(views=[3, 3, 3], plan=_plan(alone=True))
-def softmax_grad_rows(task: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray, groups: int) -> None:
-    i, first = task // groups, task % groups * SUMS
-    count, width = y.shape[1], min(SUMS, y.shape[2] - first)
-    if y.shape[2] == 1:
-        total = double(0.0)
-        for k in range(count):
-            total += double(dy[i, k, 0]) * double(y[i, k, 0])
-        rounded = y.dtype.type(total)
-        for k in range(count):
-            dx[i, k, 0] = y[i, k, 0] * (dy[i, k, 0] - rounded)
+def softmax_grad_rows(
+    task: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray, groups: int, contiguous: int
+) -> None:
+    i = task // groups
+    if contiguous:
+        _softmax_row(dy[i, 0], y[i, 0], dx[i, 0])
         return
+    first = task % groups * SUMS
+    last, final = min(first + SUMS, y.shape[2]), y.shape[1] - 1
     totals = doubles()
-    for j in range(width):
+    for j in range(last - first):
         totals[j] = 0.0
-    for k in range(count):
-        a, b = dy[i, k, first : first + width], y[i, k, first : first + width]
-        for j in range(width):
-            totals[j] += double(a[j]) * double(b[j])
-    for k in range(count):
-        a, b = dy[i, k, first : first + width], y[i, k, first : first + width]
-        into = dx[i, k, first : first + width]
-        for j in range(width):
-            into[j] = b[j] * (a[j] - y.dtype.type(totals[j]))
+    # Until it is computed itself, the final row of dX holds sums: of some rows, and then of all.
+    sums = dx[i, final, first:last]
+    for begin in range(0, y.shape[1], ROWS):
+        for j in range(last - first):
+            sums[j] = 0.0
+        for k in range(begin, min(begin + ROWS, y.shape[1])):
+            a, b = dy[i, k, first:last], y[i, k, first:last]
+            for j in range(last - first):
+                sums[j] += a[j] * b[j]
+        for j in range(last - first):
+            totals[j] += double(sums[j])
+    for j in range(last - first):
+        sums[j] = totals[j]
+    for k in range(final):
+        a, b, into = dy[i, k, first:last], y[i, k, first:last], dx[i, k, first:last]
+        for j in range(last - first):
+            into[j] = b[j] * (a[j] - sums[j])
+    a, b = dy[i, final, first:last], y[i, final, first:last]
+    for j in range(last - first):
+        sums[j] = b[j] * (a[j] - sums[j])
+
+
+def _softmax_row(dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
+    total = double(0.0)
+    for first in range(0, len(dx), CHUNK):
+        a, b, part = dy[first : first + CHUNK], y[first : first + CHUNK], 0.0
+        for k in range(len(a)):
+            part += a[k] * b[k]
+        total += part
+    rounded = y.dtype.type(total)
+    for k in range(len(dx)):
+        dx[k] = y[k] * (dy[k] - rounded)
 
 
 @log_softmax_grad.compiled(views=[3, 3, 3], plan=_plan(alone=False))
 @log_softmax_grad_13.compiled(views=[3, 3, 3], plan=_plan(alone=True))
-def log_softmax_grad_rows(task: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray, groups: int) -> None:
-    i, first = task // groups, task % groups * SUMS
-    count, width = y.shape[1], min(SUMS, y.shape[2] - first)
-    if y.shape[2] == 1:
-        total = double(0.0)
-        for k in range(count):
-            total += double(dy[i, k, 0])
-        rounded = y.dtype.type(total)
-        for k in range(count):
-            dx[i, k, 0] = dy[i, k, 0] - exp(y[i, k, 0]) * rounded
+def log_softmax_grad_rows(
+    task: int, dy: np.ndarray, y: np.ndarray, dx: np.ndarray, groups: int, contiguous: int
+) -> None:
+    i = task // groups
+    if contiguous:
+        _log_softmax_row(dy[i, 0], y[i, 0], dx[i, 0])
         return
+    first = task % groups * SUMS
+    last, final = min(first + SUMS, y.shape[2]), y.shape[1] - 1
     totals = doubles()
-    for j in range(width):
+    for j in range(last - first):
         totals[j] = 0.0
-    for k in range(count):
-        a = dy[i, k, first : first + width]
-        for j in range(width):
-            totals[j] += double(a[j])
-    for k in range(count):
-        a, b = dy[i, k, first : first + width], y[i, k, first : first + width]
-        into = dx[i, k, first : first + width]
-        for j in range(width):
-            into[j] = a[j] - exp(b[j]) * y.dtype.type(totals[j])
+    # As in softmax_grad_rows.
+    sums = dx[i, final, first:last]
+    for begin in range(0, y.shape[1], ROWS):
+        for j in range(last - first):
+            sums[j] = 0.0
+        for k in range(begin, min(begin + ROWS, y.shape[1])):
+            a = dy[i, k, first:last]
+            for j in range(last - first):
+                sums[j] += a[j]
+        for j in range(last - first):
+            totals[j] += double(sums[j])
+    for j in range(last - first):
+        sums[j] = totals[j]
+    for k in range(final):
+        a, b, into = dy[i, k, first:last], y[i, k, first:last], dx[i, k, first:last]
+        for j in range(last - first):
+            into[j] = a[j] - exp(b[j]) * sums[j]
+    a, b = dy[i, final, first:last], y[i, final, first:last]
+    for j in range(last - first):
+        sums[j] = a[j] - exp(b[j]) * sums[j]
+
+
+def _log_softmax_row(dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
+    total = double(0.0)
+    for first in range(0, len(dx), CHUNK):
+        a, part = dy[first : first + CHUNK], 0.0
+        for k in range(len(a)):
+            part += a[k]
+        total += part
+    rounded = y.dtype.type(total)
+    for k in range(len(dx)):
+        dx[k] = dy[k] - exp(y[k]) * rounded
 
 
 @softmax_grad_13.onnx

@@ -42,6 +42,12 @@ def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
     return model
 
 
+def complete_node(model: ir.Model, node: ir.Node, operator: Operator, names: Names) -> None:
+    """Complete a node that a pass has made; the types of its inputs must be known."""
+    _describe(node, operator, names, built=True)
+    _fill_inputs(model, node, operator)
+
+
 def _check_shapes(node: ir.Node, call: Call) -> None:
     """Raise NodeError if the known part of the inputs' shapes contradicts the contract."""
     present = [value if real else None for value, real in zip(node.inputs, call.present, strict=True)]

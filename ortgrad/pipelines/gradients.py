@@ -42,7 +42,7 @@ from ortgrad.passes.separate_targets import separate_targets
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
 from ortgrad.pipelines.forward_run import ask_onnxruntime, see_ranks
-from ortgrad.pipelines.opening import OPENING, run
+from ortgrad.pipelines.opening import OPENING, Pass, run
 
 Feeds = Mapping[str, np.ndarray]
 
@@ -186,19 +186,23 @@ def build(
     of: Sequence[str] | None,
     straight_through: bool = True,
     feeds: Feeds | None = None,
+    finish: Sequence[Pass] = (attach,),
 ) -> tuple[onnx.ModelProto, str | None]:
-    """Return the model with gradients, and the text of the StoppedGradientWarning if there is one."""
+    """Return the model with gradients, and the text of the StoppedGradientWarning if there is one.
+
+    `finish` are the last passes, which bring gradient nodes into the form in which the model is written.
+    """
     planned = plan(source, wrt, of, straight_through, feeds)
     try:
-        built = _assemble(planned, source)
+        built = _assemble(planned, source, finish)
     except NodeError:
         # The body of an operator needs a rank that cannot be inferred.
         planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
-        built = _assemble(planned, source)
+        built = _assemble(planned, source, finish)
     return built, planned.stopped
 
 
-def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
+def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) -> onnx.ModelProto:
     """Add the recorded nodes to the graph, with the gradients as outputs, and run the final passes."""
     model, backward, targets = planned.model, planned.backward, planned.targets
     graph, op = model.graph, backward.op
@@ -219,7 +223,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto) -> onnx.ModelProto:
         remove_unused,
         lambda model: complete(model, built=True),
         state_pool_sizes,
-        attach,
+        *finish,
     )
     planned.declared.restore_borders()
     forget_dimensions(model, planned.dimensions)

@@ -7,11 +7,12 @@ from typing import Literal, get_args
 
 import onnx
 
+from ortgrad.dialects.optimizers import PREVIEW_TRAINING, find_optimizer
 from ortgrad.dialects.training import is_training_operator
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
-from ortgrad.operators.declaration import find_operator
+from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
 
 Kernels = Literal["python", "onnx", "compiled", "auto"]
 
@@ -59,6 +60,8 @@ def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:
         # onnxruntime-training has the pool gradients in the default domain.
         or (node.domain in ("", "ai.onnx") and find_operator(node.op_type))
         or is_training_operator(node.op_type, node.domain)
-        or (node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training")
+        or find_optimizer(node.op_type, node.domain)
+        or node.domain.startswith(PORTABLE_PREFIX)
+        or (node.op_type == "Gradient" and node.domain == PREVIEW_TRAINING)
         for node in all_nodes(nodes)
     )

@@ -16,13 +16,15 @@ from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
+from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
 from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
+from ortgrad.passes.max_pools import use_max_pool
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
-FOR_COMPILED: tuple[Pass, ...] = (fuse,)
+FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_max_pool, fuse)
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:

@@ -68,7 +68,7 @@ class _UnknownLayoutError(RegistrationError):
 
 
 def _declare_operators() -> None:
-    new = [operator for operator in all_operators() if operator not in _declared]
+    new = [operator for operator in all_operators(internal=True) if operator not in _declared]
     if _definitions and not _declared:
         raise _UnknownLayoutError(_UNKNOWN_LAYOUT)
     if not new:

@@ -113,9 +113,15 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
             compiles=kernels in ("compiled", "auto"),
         )
+        disabled = list(kwargs.get("disabled_optimizers") or ())
         if _FUSES_TOO_MUCH:
             # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.
-            kwargs["disabled_optimizers"] = [*kwargs.get("disabled_optimizers", ()), "MatmulTransposeFusion"]
+            disabled.append("MatmulTransposeFusion")
+        if any(node.op_type == "Dropout" and len(node.input) > 2 for node in all_nodes(model.graph.node)):
+            # It would remove a Dropout in training mode if nothing reads the mask.
+            disabled.append("EliminateDropout")
+        if disabled:
+            kwargs["disabled_optimizers"] = disabled
         try:
             if level == _NOT_CHOSEN:
                 # onnxruntime warns about every weight that can be fed, and logs errors that it also raises.

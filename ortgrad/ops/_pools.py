@@ -1,0 +1,356 @@
+"""Pools and their gradients for Numba. Every task owns its part of dX: overlapping windows do not meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.compiled.functions import SLACK, add_row, allocate, copy, release
+from ortgrad.operators.compiled import Plan
+from ortgrad.ops._strips import (
+    CHANNELS,
+    EVERYWHERE,
+    HEAD,
+    OUTPUT,
+    PITCH,
+    REACH,
+    ROWS,
+    SIZE,
+    STRIDE,
+    STRIPS,
+    boxes_of,
+    clear,
+    fill_boxes,
+    size_of_rows,
+    task_channels,
+    task_strip,
+    write_rows,
+)
+from ortgrad.ops._windows import Windows
+
+if TYPE_CHECKING:
+    Sizes = tuple[int, ...]
+
+# Places in X are kept as floating-point numbers, so that a vector has as many of them as of values.
+_MOST_PLACES = 1 << 24
+_LEAST = -math.inf
+
+
+def plan_max(dy: Sizes, x: Sizes, column_major: bool, may_be_blank: bool) -> Plan | None:
+    """Return the plan of MaxPoolGrad; one task per channel."""
+    rank = len(x) - 2
+    if rank > 3:
+        return None
+    planes, sizes = math.prod(x[:2]), (*[1] * (3 - rank), *x[2:])
+    flat = planes, math.prod(dy[2:])
+    return Plan(
+        tasks=planes,
+        views=[flat, flat, (len(x),), (planes, math.prod(sizes))],
+        numbers={"sizes": [*sizes, int(column_major), int(may_be_blank)]},
+        work=4 * math.prod(flat) + math.prod(x),
+    )
+
+
+def max_pool_grad_channel(
+    task: int, dy: np.ndarray, indices: np.ndarray, x_shape: np.ndarray, dx: np.ndarray, sizes: np.ndarray
+) -> bool:
+    """Add dY to dX where the maxima are; fails if an index is not in its channel."""
+    values, places, target = dy[task], indices[task], dx[task]
+    size, begin, failed = len(target), task * len(target), False
+    for k in range(size):
+        target[k] = 0.0
+    for k in range(len(values)):
+        place = places[k] - begin
+        if place < 0 or place >= size:
+            # A window that skips the whole of a small input has the index -1.
+            failed = failed or place >= size or sizes[4] == 0
+        else:
+            if sizes[3] == 1:
+                rows = place // sizes[0]
+                place = (place % sizes[0] * sizes[1] + rows % sizes[1]) * sizes[2] + rows // sizes[1]
+            target[place] += values[k]
+    return failed
+
+
+def plan_average(dy: Sizes, x: Sizes, win: Windows, counts: Sequence[np.ndarray]) -> Plan | None:
+    """Return the plan of AveragePoolGrad, for the number of elements of the windows along each axis."""
+    if win.rank > 3 or not math.prod(dy) or not math.prod(x):
+        return None
+    deep = win.rank == 3
+    flat = Windows(*(numbers[1:] if deep else numbers for numbers in _fields(win)))
+    depth, outputs = (win.sizes[0], win.outputs[0]) if deep else (1, 1)
+    planes = math.prod(x[:2])
+    boxes = boxes_of(flat, planes * depth, 1, True)
+    geometry, pitch = boxes.geometry, boxes.geometry[PITCH]
+    reach = geometry[REACH : REACH + 2]
+    # A box filter is separable: first rows are added up, then columns. Where each tap begins in dY with zeros
+    # around it, and in the sums of rows.
+    taps: dict[str, list[int]] = {"row_starts": [], "row_ends": [], "column_starts": [], "column_ends": []}
+    pair = (1,) * (2 - flat.rank)
+    kernel, strides, dilations = pair + flat.kernel, pair + flat.strides, pair + flat.dilations
+    for axis, (name, parts) in enumerate((("row", boxes.lines), ("column", boxes.edges))):
+        for part in parts:
+            reaches = [k * dilations[axis] for k in range(kernel[axis])]
+            own = [reach[axis] - r // strides[axis] for r in reaches if r % strides[axis] == part]
+            taps[f"{name}_starts"] += [start * pitch if axis == 0 else start for start in own]
+            taps[f"{name}_ends"].append(len(taps[f"{name}_starts"]))
+    numbers = [[1]] * (3 - len(counts)) + [count.tolist() for count in counts]
+    return Plan(
+        tasks=-(-planes * depth // geometry[CHANNELS]) * geometry[STRIPS],
+        views=[
+            (planes, outputs, math.prod(flat.outputs)),
+            (len(x),),
+            (planes * depth, math.prod(flat.sizes)),
+        ],
+        numbers={
+            "geometry": geometry,
+            "lines": boxes.lines,
+            "edges": boxes.edges,
+            **taps,
+            "depths": [depth, win.kernel[0], win.strides[0], win.dilations[0], win.heads[0]]
+            if deep
+            else [1, 1, 1, 1, 0],
+            "deep_counts": numbers[0],
+            "row_counts": numbers[1],
+            "column_counts": numbers[2],
+        },
+        work=math.prod(x) * sum(win.kernel),
+    )
+
+
+def _fields(win: Windows) -> tuple[tuple[int, ...], ...]:
+    return win.sizes, win.outputs, win.kernel, win.strides, win.dilations, win.heads, win.tails
+
+
+def average_pool_grad_strip(
+    task: int,
+    dy: np.ndarray,
+    x_shape: np.ndarray,
+    dx: np.ndarray,
+    geometry: np.ndarray,
+    lines: np.ndarray,
+    edges: np.ndarray,
+    row_starts: np.ndarray,
+    row_ends: np.ndarray,
+    column_starts: np.ndarray,
+    column_ends: np.ndarray,
+    depths: np.ndarray,
+    deep_counts: np.ndarray,
+    row_counts: np.ndarray,
+    column_counts: np.ndarray,
+) -> bool:
+    """Compute a strip of dX of one channel, or of some; in three dimensions of one layer of a channel."""
+    _, first, last, strip = task_channels(task, geometry, dx.shape[0])
+    pitch, reach, lead = geometry[PITCH], geometry[REACH], geometry[REACH + 1]
+    widths = geometry[OUTPUT + 1]
+    top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT] + reach, widths + lead)
+    length, total = (rows + reach) * pitch + lead + SLACK, rows * pitch + lead + SLACK
+    most = max(len(row_starts), len(column_starts))
+    memory = allocate(length + (1 + len(edges)) * total + most + 2 * widths + size_of_rows(geometry))
+    if len(memory) == 0:
+        return True
+    embedded, sums_of_rows, sums = memory[:length], memory[length:], memory[length + total :]
+    ones = sums[len(edges) * total :]
+    divisors = ones[most : most + widths]
+    quotients = ones[most + widths : most + 2 * widths]
+    padded = ones[most + 2 * widths :]
+    for k in range(most):
+        ones[k] = 1.0
+    for channel in range(first, last):
+        _embed_quotients(
+            embedded,
+            dy[channel // depths[0]],
+            channel % depths[0],
+            top,
+            left,
+            rows,
+            divisors,
+            quotients,
+            geometry,
+            depths,
+            deep_counts,
+            row_counts,
+            column_counts,
+        )
+        target, begin = dx[channel], 0
+        if geometry[EVERYWHERE] == 0:
+            clear(target, top, left, rows, columns, geometry)
+        for i in range(len(lines)):
+            add_row(sums_of_rows, embedded, row_starts[begin : row_ends[i]], ones, rows * pitch + lead)
+            begin, of_column = row_ends[i], 0
+            for j in range(len(edges)):
+                into, own = sums[j * (total - lead) :], column_starts[of_column : column_ends[j]]
+                add_row(into, sums_of_rows, own, ones, rows * pitch)
+                of_column = column_ends[j]
+            write_rows(target, sums, padded, top, left, rows, columns, lines[i], edges, geometry)
+    release(memory)
+    return False
+
+
+def _embed_quotients(
+    into: np.ndarray,
+    dy: np.ndarray,
+    layer: int,
+    top: int,
+    left: int,
+    rows: int,
+    divisors: np.ndarray,
+    quotients: np.ndarray,
+    geometry: np.ndarray,
+    depths: np.ndarray,
+    deep_counts: np.ndarray,
+    row_counts: np.ndarray,
+    column_counts: np.ndarray,
+) -> None:
+    """Write dY, divided by the sizes of its windows and with zeros around it; added up over the layers."""
+    pitch, width, lead = geometry[PITCH], geometry[OUTPUT + 1], geometry[REACH + 1]
+    begin, count = top - geometry[REACH], rows + geometry[REACH]
+    low, high = max(0, lead - left), min(pitch, width + lead - left)
+    for k in range(len(into)):
+        into[k] = 0.0
+    fresh = True
+    for output in range(dy.shape[0]):
+        # The place of the layer in the window.
+        place = layer + depths[4] - output * depths[2]
+        if place < 0 or place % depths[3] != 0 or place // depths[3] >= depths[1]:
+            continue
+        before = -1
+        for row in range(max(0, -begin), min(count, geometry[OUTPUT] - begin)):
+            if low >= high:
+                break
+            number = deep_counts[output] * row_counts[begin + row]
+            start = left - lead + low
+            if number != before:
+                for k in range(high - low):
+                    divisors[k] = column_counts[start + k] * number
+                before = number
+            values = dy[output, (begin + row) * width + start :]
+            line = into[row * pitch + low : row * pitch + high]
+            if fresh:
+                for k in range(len(line)):
+                    quotients[k] = values[k] / divisors[k]
+                copy(line, quotients)
+            else:
+                for k in range(len(line)):
+                    line[k] += values[k] / divisors[k]
+        fresh = False
+
+
+def plan_max_pool(x: Sizes, y: Sizes, win: Windows) -> Plan | None:
+    """Return the plan of MaxPool with indices, for windows without dilations."""
+    if win.rank > 3 or not math.prod(x) or not math.prod(y) or math.prod(win.sizes) > _MOST_PLACES:
+        return None
+    deep = win.rank == 3
+    flat = Windows(*(numbers[1:] if deep else numbers for numbers in _fields(win)))
+    depth, outputs = (win.sizes[0], win.outputs[0]) if deep else (1, 1)
+    planes = math.prod(x[:2])
+    boxes = boxes_of(flat, planes * outputs, 1, False)
+    # Of equal elements the first one counts, so taps are in the order of the elements.
+    taps = sorted(range(len(boxes.taps)), key=boxes.taps.__getitem__)
+    height, width = flat.kernel if flat.rank == 2 else (1, *flat.kernel)
+    layers = planes * outputs, math.prod(flat.outputs)
+    return Plan(
+        tasks=-(-layers[0] // boxes.geometry[CHANNELS]) * boxes.geometry[STRIPS],
+        views=[(planes, depth, math.prod(flat.sizes)), layers, layers],
+        numbers={
+            "geometry": boxes.geometry,
+            "lines": boxes.lines,
+            "edges": boxes.edges,
+            "starts": [boxes.starts[t] for t in taps],
+            "offsets": [i * flat.sizes[-1] + j for i in range(height) for j in range(width)],
+            "depths": [outputs, win.kernel[0], win.strides[0], win.heads[0]] if deep else [1, 1, 1, 0],
+        },
+        work=math.prod(y) * math.prod(win.kernel),
+    )
+
+
+def max_pool_strip(
+    task: int,
+    x: np.ndarray,
+    y: np.ndarray,
+    indices: np.ndarray,
+    geometry: np.ndarray,
+    lines: np.ndarray,
+    edges: np.ndarray,
+    starts: np.ndarray,
+    offsets: np.ndarray,
+    depths: np.ndarray,
+) -> bool:
+    """Compute a strip of the maxima of one channel, or of some, and where they are in X.
+
+    As in onnxruntime, the maximum is the first element of the window until a later one is larger. So it is
+    NaN only if the first one is.
+    """
+    _, first, last, strip = task_channels(task, geometry, y.shape[0])
+    pitch, width, step = geometry[PITCH], geometry[OUTPUT + 1], geometry[STRIDE + 1]
+    top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT], width)
+    size = len(lines) * len(edges) * (geometry[ROWS] + geometry[REACH]) * pitch + SLACK
+    count = rows * pitch
+    memory = allocate(size + 2 * count + len(offsets) + size_of_rows(geometry))
+    if len(memory) == 0:
+        return True
+    boxes, best = memory[:size], memory[size : size + count]
+    places = memory[size + count : size + 2 * count]
+    numbers = memory[size + 2 * count : size + 2 * count + len(offsets)]
+    padded = memory[size + 2 * count + len(offsets) :]
+    for channel in range(first, last):
+        plane, output = channel // depths[0], channel % depths[0]
+        begin, fresh = output * depths[2] - depths[3], True
+        for layer in range(max(0, begin), min(x.shape[1], begin + depths[1])):
+            values = x[plane, layer]
+            fill_boxes(boxes, padded, values, top, left, geometry, lines, edges, _LEAST)
+            for t in range(len(offsets)):
+                numbers[t] = offsets[t] + layer * x.shape[2]
+            if fresh:
+                line, number = boxes[starts[0] :], numbers[0]
+                for k in range(count):
+                    best[k] = line[k]
+                    places[k] = number
+                _start_inside(best, places, values, number, top, left, rows, columns, geometry)
+            for t in range(1 if fresh else 0, len(offsets)):
+                line, number = boxes[starts[t] :], numbers[t]
+                for k in range(count):
+                    # Without branches, so that the loop is vectorized.
+                    value, largest, place = line[k], best[k], places[k]
+                    best[k] = value if value > largest else largest
+                    places[k] = number if value > largest else place
+            fresh = False
+        for row in range(rows):
+            start = (top + row) * width + left
+            copy(y[channel, start:], best[row * pitch : row * pitch + columns])
+            to, of = indices[channel, start : start + columns], places[row * pitch : row * pitch + columns]
+            line_start = (top + row) * geometry[STRIDE] - geometry[HEAD]
+            origin = plane * x.shape[1] * x.shape[2] + line_start * geometry[SIZE + 1]
+            origin += left * step - geometry[HEAD + 1]
+            for k in range(columns):
+                to[k] = origin + k * step + int(of[k])
+    release(memory)
+    return False
+
+
+def _start_inside(
+    best: np.ndarray,
+    places: np.ndarray,
+    values: np.ndarray,
+    number: float,
+    top: int,
+    left: int,
+    rows: int,
+    columns: int,
+    geometry: np.ndarray,
+) -> None:
+    """Begin with the first element of the window that is not padding, if that of the first tap is."""
+    pitch, width = geometry[PITCH], geometry[SIZE + 1]
+    for row in range(rows):
+        a = (top + row) * geometry[STRIDE] - geometry[HEAD]
+        for column in range(columns):
+            b = (left + column) * geometry[STRIDE + 1] - geometry[HEAD + 1]
+            if a >= 0 and b >= 0:
+                break
+            place = max(a, 0) * width + max(b, 0)
+            best[row * pitch + column] = values[place]
+            # `number` is the place of the first tap, which is counted from the start of the window.
+            places[row * pitch + column] = number + (place - a * width - b)

@@ -1,0 +1,220 @@
+"""Strips of channels in boxes, for compiled kernels that slide windows over one channel at a time.
+
+Some rows of a channel, a strip, are copied into a box: padded, divided by the strides into parts so that one
+step of a window is one element, and flattened with the pitch of the box. So the offset of a tap of the window
+is one number, and inner loops are long and contiguous however narrow the channel is. dY gets the same pitch,
+with zeros around it. Where there is a single row, as in one dimension, strips are some of its columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ortgrad.compiled.functions import SLACK, copy
+from ortgrad.ops._windows import Windows
+
+# Elements of a strip: its boxes, dY and the sums stay in the nearest caches.
+_STRIP = 4096
+
+# Places in `geometry`: first what has two numbers, for rows and columns.
+OUTPUT, SIZE, STRIDE, HEAD, REACH = 0, 2, 4, 6, 8
+PITCH = 10
+ROWS, COLUMNS = 11, 12  # of a strip: of Y for the convolution, of the boxes of X for the gradient
+STRIPS = 13  # of a channel
+FILTERS = 14  # that read the same channel
+EVERYWHERE = 15  # whether every element of X is in a part
+CHANNELS = 16  # of a task; those that are small enough for a single strip share one
+WANTED = 17  # for an operator's own use
+
+
+class Boxes(NamedTuple):
+    geometry: list[int]
+    lines: list[int]  # the first row of each part, and
+    edges: list[int]  # the first column; there is a part for each combination
+    ends: list[int]  # the number of taps in a part and those before it
+    taps: list[int]  # the taps, ordered by parts
+    starts: list[int]  # where each begins in the boxes of all parts
+    places: list[int]  # where it begins in E
+
+
+def boxes_of(win: Windows, channels: int, filters: int, halo: bool) -> Boxes:
+    """Return the boxes for windows in one or two dimensions over so many channels."""
+    ones, zeros = (1,) * (2 - win.rank), (0,) * (2 - win.rank)
+    sizes, outputs, strides = ones + win.sizes, ones + win.outputs, ones + win.strides
+    heads, kernel, dilations = zeros + win.heads, ones + win.kernel, ones + win.dilations
+    reach = [(k - 1) * d // s for k, d, s in zip(kernel, dilations, strides, strict=True)]
+    rows, columns = (o + r if halo else o for o, r in zip(outputs, reach, strict=True))
+    if outputs[0] == 1 and reach[0] == 0:
+        strips = -(-columns // max(1, _STRIP, 2 * reach[1]))
+        strip, columns = 1, -(-columns // strips)
+        pitch = columns + reach[1]
+    else:
+        pitch = outputs[1] + reach[1]
+        strips = -(-rows // max(1, _STRIP // pitch, 2 * reach[0]))
+        strip = -(-rows // strips)
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for t, (i, j) in enumerate(itertools.product(*map(range, kernel))):
+        row, column = i * dilations[0], j * dilations[1]
+        offset = row // strides[0] * pitch + column // strides[1]
+        found.setdefault((row % strides[0], column % strides[1]), []).append((t, offset))
+    lines, edges = (sorted({part[axis] for part in found}) for axis in range(2))
+    boxes = Boxes([], lines, edges, [], [], [], [])
+    for number, part in enumerate(itertools.product(lines, edges)):
+        for t, offset in found[part]:
+            boxes.taps.append(t)
+            boxes.starts.append(number * (strip + reach[0]) * pitch + offset)
+            boxes.places.append(reach[1] + reach[0] * pitch - offset)
+        boxes.ends.append(len(boxes.taps))
+    extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    everywhere = len(found) == math.prod(strides) and all(
+        (o - 1) * s + e >= n + h
+        for o, s, e, n, h in zip(outputs, strides, extents, sizes, heads, strict=True)
+    )
+    together = min(channels, max(1, _STRIP // ((strip + reach[0]) * pitch))) if strips == 1 else 1
+    scalars = pitch, strip, columns, strips, filters, int(everywhere), together, 0
+    boxes.geometry.extend((*outputs, *sizes, *strides, *heads, *reach, *scalars))
+    return boxes
+
+
+def task_channels(task: int, geometry: np.ndarray, channels: int) -> tuple[int, int, int, int]:
+    """Return the sample, the first and last channel and the strip of a task."""
+    together, strip = task // geometry[STRIPS], task % geometry[STRIPS]
+    of_sample = (channels + geometry[CHANNELS] - 1) // geometry[CHANNELS]
+    first = together % of_sample * geometry[CHANNELS]
+    return together // of_sample, first, min(channels, first + geometry[CHANNELS]), strip
+
+
+def task_strip(geometry: np.ndarray, strip: int, rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Return the first row and column of a strip, and its rows and columns, of so many in all."""
+    if geometry[OUTPUT] == 1 and geometry[REACH] == 0:
+        left = strip * geometry[COLUMNS]
+        return 0, left, 1, min(geometry[COLUMNS], columns - left)
+    top = strip * geometry[ROWS]
+    return top, 0, min(geometry[ROWS], rows - top), columns
+
+
+def size_of_rows(geometry: np.ndarray) -> int:
+    """Return the size of the padded rows before they are divided into parts; 0 if they are not."""
+    step = geometry[STRIDE + 1]
+    return (geometry[ROWS] + geometry[REACH]) * geometry[PITCH] * step if step > 1 else 0
+
+
+def fill_boxes(
+    boxes: np.ndarray,
+    padded: np.ndarray,
+    channel: np.ndarray,
+    top: int,
+    left: int,
+    geometry: np.ndarray,
+    lines: np.ndarray,
+    edges: np.ndarray,
+    padding: float,
+) -> None:
+    """Copy the rows that a strip of outputs reads into the boxes of all parts."""
+    pitch, width, step = geometry[PITCH], geometry[SIZE + 1], geometry[STRIDE + 1]
+    count = geometry[ROWS] + geometry[REACH]
+    # What the padded rows hold of X, and where that is.
+    shift = geometry[HEAD + 1] - left * step
+    low = min(pitch * step, max(0, shift))
+    high = min(pitch * step, max(low, width + shift))
+    rest = boxes[len(lines) * len(edges) * count * pitch :]
+    for k in range(len(rest)):
+        rest[k] = 0.0
+    for i in range(len(lines)):
+        first = (i * len(edges)) * count * pitch
+        box = boxes[first : first + count * pitch] if step == 1 else padded[: count * pitch * step]
+        for k in range(len(box)):
+            box[k] = padding
+        for row in range(count if low < high else 0):
+            a = (top + row) * geometry[STRIDE] + lines[i] - geometry[HEAD]
+            if a >= 0 and a < geometry[SIZE]:
+                place = row * pitch * step
+                copy(box[place + low : place + high], channel[a * width + low - shift :])
+        if step > 1:
+            for j in range(len(edges)):
+                part, values = boxes[first + j * count * pitch :], box[edges[j] :]
+                if step == 2:
+                    for k in range(count * pitch):
+                        part[k] = values[2 * k]
+                else:
+                    for k in range(count * pitch):
+                        part[k] = values[step * k]
+
+
+def embed(
+    into: np.ndarray, channel: np.ndarray, top: int, left: int, rows: int, geometry: np.ndarray
+) -> None:
+    """Copy what a strip of dX depends on of dY, with zeros around it."""
+    pitch, width, lead = geometry[PITCH], geometry[OUTPUT + 1], geometry[REACH + 1]
+    begin, count = top - geometry[REACH], rows + geometry[REACH]
+    low = max(0, lead - left)
+    high = min(pitch, width + lead - left)
+    for k in range(len(into)):
+        into[k] = 0.0
+    if low < high:
+        for row in range(max(0, -begin), min(count, geometry[OUTPUT] - begin)):
+            line = into[row * pitch + low : row * pitch + high]
+            copy(line, channel[(begin + row) * width + left - lead + low :])
+
+
+def write_rows(
+    channel: np.ndarray,
+    sums: np.ndarray,
+    padded: np.ndarray,
+    top: int,
+    left: int,
+    rows: int,
+    columns: int,
+    line: int,
+    edges: np.ndarray,
+    geometry: np.ndarray,
+) -> None:
+    """Write the sums of all parts with the same rows to where they are in dX."""
+    pitch, width, step = geometry[PITCH], geometry[SIZE + 1], geometry[STRIDE + 1]
+    shift = geometry[HEAD + 1] - left * step
+    low = max(0, shift)
+    high = min(columns * step, width + shift)
+    if low >= high:
+        return
+    values, size, total = sums, rows * pitch, rows * pitch + SLACK
+    if step > 1:
+        values = padded
+        second = sums[total:]
+        if step == 2 and len(edges) == 2:
+            for k in range(size):
+                padded[2 * k] = sums[k]
+                padded[2 * k + 1] = second[k]
+        else:
+            if len(edges) < step:
+                for k in range(size * step):
+                    padded[k] = 0.0
+            for j in range(len(edges)):
+                to, of = padded[edges[j] :], sums[j * total :]
+                for k in range(size):
+                    to[k * step] = of[k]
+    for row in range(rows):
+        a = (top + row) * geometry[STRIDE] + line - geometry[HEAD]
+        if a >= 0 and a < geometry[SIZE]:
+            place = row * pitch * step
+            copy(channel[a * width + low - shift :], values[place + low : place + high])
+
+
+def clear(channel: np.ndarray, top: int, left: int, rows: int, columns: int, geometry: np.ndarray) -> None:
+    """Set dX to 0 in a strip, and behind it if it is the last one."""
+    width, size = geometry[SIZE + 1], geometry[SIZE]
+    first = min(size, max(0, top * geometry[STRIDE] - geometry[HEAD]))
+    last = min(size, max(0, (top + rows) * geometry[STRIDE] - geometry[HEAD]))
+    if top + rows == geometry[OUTPUT] + geometry[REACH]:
+        last = size
+    low = min(width, max(0, left * geometry[STRIDE + 1] - geometry[HEAD + 1]))
+    high = min(width, max(0, (left + columns) * geometry[STRIDE + 1] - geometry[HEAD + 1]))
+    if left + columns == geometry[OUTPUT + 1] + geometry[REACH + 1]:
+        high = width
+    for row in range(first, last):
+        line = channel[row * width + low : row * width + high]
+        for k in range(len(line)):
+            line[k] = 0.0

@@ -1,0 +1,173 @@
+"""The forms of operators that behave differently in training and in evaluation."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortgrad.graph.names import Names
+from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.serialization import read, write
+from ortgrad.operators.declaration import DOMAIN
+from ortgrad.passes.attach import is_body
+from ortgrad.passes.inline import inline
+from ortgrad.passes.tidy import remove_unused
+from ortgrad.pipelines.opening import OPENING, run
+from ortgrad.training.models import ACCUMULATOR
+
+
+def in_training(source: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model in which BatchNormalization and Dropout are in training mode.
+
+    The running statistics of each BatchNormalization of the main graph become outputs of the graph.
+    """
+    model = inline(read(source), lambda function: not is_body(function))
+    model = run(model, *OPENING)
+    graph, names = model.graph, Names.of(model)
+    latest: dict[ir.Value, ir.Value] = {}
+    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        if node.op_type == "Dropout":
+            _switch_on(node, names)
+        elif node.op_type == "BatchNormalization":
+            node.attributes.add(ir.AttrInt64("training_mode", 1))
+            if node.graph is graph:
+                _return_statistics(graph, node, names, latest)
+    return write(model, source)
+
+
+def _switch_on(node: ir.Node, names: Names) -> None:
+    """Set the training mode of a Dropout, unless the graph computes it or it is an input."""
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    if mode is not None and (mode.is_graph_input() or ir.convenience.get_const_tensor(mode) is None):
+        return
+    true = ir.Node("", "Constant", [], [ir.AttrTensor("value", ir.tensor(np.array(True)))])
+    true.name = true.outputs[0].name = names.fresh(f"{node.name or node.outputs[0].name}/training_mode")
+    assert node.graph is not None
+    node.graph.insert_before(node, true)
+    if len(node.inputs) < 3:
+        node.resize_inputs(3)
+    node.replace_input_with(2, true.outputs[0])
+
+
+def _return_statistics(
+    graph: ir.Graph, node: ir.Node, names: Names, latest: dict[ir.Value, ir.Value]
+) -> None:
+    """Give a node its outputs for the running statistics; `latest` are the ones of nodes before it."""
+    node.resize_outputs(3)
+    for i, output in enumerate(node.outputs[1:], 1):
+        old = node.inputs[i + 2]
+        assert old is not None
+        if old in latest:
+            # A layer that is applied twice updates its statistics twice.
+            node.replace_input_with(i + 2, latest[old])
+        output.name = output.name or names.fresh(f"{old.name}.{node.outputs[0].name}")
+        output.type, output.shape = old.type, old.shape
+        latest[old] = output
+        if output not in graph.outputs:
+            graph.outputs.append(output)
+
+
+def use_internal_batch_norm(model: ir.Model) -> ir.Model:
+    """Replace BatchNormalization in training mode by BatchNormInternal, which updates statistics in place.
+
+    Its further outputs, the mean and inverse standard deviation of the batch, serve the gradients. The
+    running variance is that of PyTorch, with n / (n - 1) times the variance of a batch of n values.
+    """
+    graph, names = model.graph, Names.of(model)
+    gradients = [node for node in graph if node.op_type == "BatchNormalizationGrad"]
+    replaced = [node for node in graph if _is_training(node)]
+    for node in replaced:
+        node.domain, node.op_type, node.version = DOMAIN, "BatchNormInternal", None
+        model.opset_imports.setdefault(DOMAIN, 1)
+        node.resize_outputs(5)
+        mean, inverse = node.outputs[3:]
+        for output, what in ((mean, "saved_mean"), (inverse, "saved_inv_std")):
+            output.name = names.fresh(f"{node.outputs[0].name}/{what}")
+            output.type, output.shape = node.outputs[1].type, node.outputs[1].shape
+        for gradient in gradients:
+            if gradient.inputs[1] is node.inputs[0] and gradient.inputs[2] is node.inputs[1]:
+                gradient.replace_input_with(3, mean)
+                gradient.replace_input_with(4, inverse)
+    model = remove_unused(model)
+    for node in replaced:
+        if _is_fed(node.inputs[4]):
+            _correct_variance(model, node, names)
+    return model
+
+
+def _is_training(node: ir.Node) -> bool:
+    mode = node.attributes.get("training_mode")
+    return (
+        node.op_type == "BatchNormalization" and not node.domain and mode is not None and mode.as_int() == 1
+    )
+
+
+def _is_fed(value: ir.Value | None) -> bool:
+    """Return whether a running statistic comes from an input of the graph, perhaps through other nodes."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in ("BatchNormInternal", ACCUMULATOR):
+            return False
+        value = node.inputs[4 if node.op_type == "BatchNormInternal" else 0]
+    return value is not None and value.is_graph_input() and not value.is_initializer()
+
+
+def _correct_variance(model: ir.Model, node: ir.Node, names: Names) -> None:
+    """Add what PyTorch's running variance has more than that of BatchNormInternal."""
+    op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
+    epsilon, momentum = (
+        node.attributes[name].as_float() if name in node.attributes else default
+        for name, default in (("epsilon", 1e-5), ("momentum", 0.9))
+    )
+    x, running, inverse = node.inputs[0], node.outputs[2], node.outputs[4]
+    with op.arithmetic():
+        count = op.Div(op.Size(x), op.Size(inverse))
+        others = op.CastLike(op.Max(op.Sub(count, 1), 1), inverse)
+        variance = op.Max(op.Reciprocal(inverse * inverse) - epsilon, 0.0)
+        more = variance * ((1 - momentum) / others)
+    later = list(running.uses())
+    results = op.add(ACCUMULATOR, [running, more], outputs=2 if later else 1, domain=DOMAIN)
+    model.graph.insert_after(node, op.nodes)
+    for use in later:
+        # The node of the same layer, applied again, reads the sum.
+        use.node.replace_input_with(use.idx, results[1])
+
+
+def in_evaluation(source: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model in which BatchNormalization and Dropout are in evaluation mode."""
+    model = copy_of(source)
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node in all_nodes(nodes):
+            if node.domain not in ("", "ai.onnx"):
+                continue
+            if node.op_type == "Dropout" and len(node.input) > 2:
+                node.input[2] = ""
+            elif node.op_type == "BatchNormalization":
+                for attribute in node.attribute:
+                    if attribute.name == "training_mode":
+                        attribute.i = 0
+    _drop_statistics(model.graph)
+    return model
+
+
+def _drop_statistics(graph: onnx.GraphProto) -> None:
+    """Remove the outputs of BatchNormalization that exist only in training; readers get the inputs."""
+    nodes = list(graph.node)
+    read = {name for node in all_nodes(nodes) for name in node.input} | {value.name for value in graph.output}
+    kept: list[onnx.NodeProto] = []
+    for node in nodes:
+        kept.append(node)
+        if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and len(node.output) > 1:
+            # Opset 9 has further outputs: the statistics of the batch, which nothing reads in evaluation.
+            statistics = zip(node.output[1:], (node.input[3], node.input[4]) * 2, strict=False)
+            kept += [
+                onnx.helper.make_node("Identity", [source], [output])
+                for output, source in statistics
+                if output in read
+            ]
+            del node.output[1:]
+    del graph.node[:]
+    graph.node.extend(kept)

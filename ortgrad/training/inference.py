@@ -1,0 +1,181 @@
+"""The model for inference: the trained forward model with chosen outputs, and nothing of the training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from ortgrad.errors import ModelError, TrainingError, TrainingFileError, TrainingModelError
+from ortgrad.graph.loading import LARGEST_MESSAGE, load_model
+from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.training.checkpoint.state import as_bytes, element_type
+from ortgrad.training.files import replacing
+
+# Larger models get a second file with the initializers, as protobuf is limited to 2 GB.
+EXTERNAL_FROM = LARGEST_MESSAGE - (1 << 24)
+_SMALLEST_EXTERNAL = 1024
+
+
+def save_inference_model(
+    source: Path,
+    parameters: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    path: str | os.PathLike[str],
+) -> None:
+    """Write the model in `source` with these values of its inputs, reduced to these outputs."""
+    try:
+        model = copy_of(load_model(source))
+    except ModelError as error:
+        raise TrainingModelError(f"the evaluation model cannot be used: {error}") from error
+    reduce_to(model, outputs)
+    used = _used(model.graph)
+    fed = [value for value in model.graph.input if value.name in used and value.name not in parameters]
+    arrays = {
+        v.name: parameters[v.name] for v in model.graph.input if v.name in parameters and v.name in used
+    }
+    del model.graph.input[:]
+    model.graph.input.extend(fed)
+    try:
+        save_with_initializers(model, arrays, Path(path))
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror or error}"
+        raise TrainingFileError(error.errno or 0, reason) from error
+
+
+def reduce_to(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
+    """Make these values the outputs of a model, and remove what they do not depend on."""
+    graph = model.graph
+    if not outputs:
+        raise TrainingError("Expected a non empty vector of graph output names. Got an empty vector.")
+    known = _value_infos(model)
+    produced = {name for node in graph.node for name in node.output} | {v.name for v in graph.input}
+    for name in outputs:
+        if name not in produced or not name:
+            raise TrainingError(
+                f"Expected graph output for inference graph {name} could not be found in the model."
+            )
+    needed, kept = set(outputs), []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            kept.append(node)
+            needed.update(_reads(node))
+    nodes = list(reversed(kept))
+    infos = [known.get(name) or onnx.ValueInfoProto(name=name) for name in dict.fromkeys(outputs)]
+    del graph.node[:], graph.output[:]
+    graph.node.extend(nodes)
+    graph.output.extend(infos)
+    for field in (graph.initializer, graph.value_info):
+        values = [value for value in field if value.name in needed]
+        del field[:]
+        field.extend(values)
+    outer = {value.name for value in graph.output}
+    values_inside = [value for value in graph.value_info if value.name not in outer]
+    del graph.value_info[:]
+    graph.value_info.extend(values_inside)
+    _drop_unused_parts(model)
+
+
+def _drop_unused_parts(model: onnx.ModelProto) -> None:
+    """Remove functions and imports that no node needs any more."""
+    called = {(node.domain, node.op_type) for node in all_nodes(model.graph.node)}
+    while True:
+        inner = {
+            (node.domain, node.op_type)
+            for function in model.functions
+            if (function.domain, function.name) in called
+            for node in all_nodes(function.node)
+        }
+        if inner <= called:
+            break
+        called |= inner
+    functions = [f for f in model.functions if (f.domain, f.name) in called]
+    del model.functions[:]
+    model.functions.extend(functions)
+    domains = {domain for domain, _ in called} | {""}
+    if "ai.onnx" in domains:
+        domains.add("")
+    imports = [opset for opset in model.opset_import if opset.domain in domains]
+    del model.opset_import[:]
+    model.opset_import.extend(imports)
+
+
+def _reads(node: onnx.NodeProto) -> set[str]:
+    """Return all names that a node and its subgraphs read."""
+    return {name for inner in all_nodes([node]) for name in inner.input} | _results(node)
+
+
+def _results(node: onnx.NodeProto) -> set[str]:
+    """Return the outputs of subgraphs: they may be values from outside."""
+    found: set[str] = set()
+    for inner in all_nodes([node]):
+        for attribute in inner.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                found.update(value.name for value in graph.output)
+    return found
+
+
+def _used(graph: onnx.GraphProto) -> set[str]:
+    return {name for node in graph.node for name in _reads(node)} | {value.name for value in graph.output}
+
+
+def _value_infos(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """Return what is known about the types of all values."""
+    graph = model.graph
+    values = [*graph.value_info, *graph.input, *graph.output]
+    if model.ByteSize() < LARGEST_MESSAGE:
+        try:
+            inferred = onnx.shape_inference.infer_shapes(model).graph
+        except (RuntimeError, ValueError, onnx.shape_inference.InferenceError):
+            pass  # then the types are those that the model declares
+        else:
+            values = [*inferred.value_info, *values]
+    known: dict[str, onnx.ValueInfoProto] = {}
+    for value in values:
+        copy = onnx.ValueInfoProto()
+        copy.CopyFrom(value)
+        known[value.name] = copy
+    return known
+
+
+def save_with_initializers(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write a model with these initializers; if they are large, to a second file `<name>.data`.
+
+    Each file keeps its old contents until the new ones are complete.
+    """
+    total = model.ByteSize() + sum(array.nbytes for array in arrays.values())
+    if total < EXTERNAL_FROM:
+        for name, array in arrays.items():
+            tensor = _tensor(name, array)
+            tensor.raw_data = bytes(as_bytes(array))
+            model.graph.initializer.append(tensor)
+        with replacing(path) as file:
+            file.write(model.SerializeToString())
+        return
+    data = path.with_name(f"{path.name}.data")
+    with replacing(data) as file:
+        end = 0
+        for name, array in arrays.items():
+            tensor = _tensor(name, array)
+            content = as_bytes(array)
+            if len(content) < _SMALLEST_EXTERNAL:
+                tensor.raw_data = bytes(content)
+            else:
+                padding = -end % 4096
+                file.write(bytes(padding))
+                file.write(content)
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                entries = {"location": data.name, "offset": end + padding, "length": len(content)}
+                for key, value in entries.items():
+                    tensor.external_data.add(key=key, value=str(value))
+                end += padding + len(content)
+            model.graph.initializer.append(tensor)
+    with replacing(path) as file:
+        file.write(model.SerializeToString())
+
+
+def _tensor(name: str, array: np.ndarray) -> onnx.TensorProto:
+    return onnx.TensorProto(name=name, dims=array.shape, data_type=element_type(array))

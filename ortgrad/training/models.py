@@ -1,0 +1,206 @@
+"""The models for training and evaluation, in the layout of onnxruntime-training 1.19.2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from ortgrad.errors import ModelError, NameNotFoundError, StoppedGradientWarning, TrainingModelError
+from ortgrad.graph.loading import judging, load_model
+from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
+from ortgrad.operators.declaration import DOMAIN
+from ortgrad.training.versions import limit_versions
+
+RESET = "lazy_reset_grad"
+ACCUMULATOR = "InPlaceAccumulatorV2"
+
+
+def buffer_name(parameter: str) -> str:
+    """Return the name of the input with the gradient that has been accumulated so far."""
+    return f"{parameter}_grad.accumulation.buffer"
+
+
+@dataclass
+class Parameters:
+    """The tensors that a model takes as inputs in training and evaluation."""
+
+    trainable: list[onnx.TensorProto]
+    frozen: list[onnx.TensorProto]
+    # All of them, in the order of the model's initializers. Their names are the model's inputs.
+    inputs: list[onnx.ValueInfoProto]
+    # Frozen ones on whose values shapes depend; they are constants while the gradients are built.
+    constants: list[onnx.TensorProto]
+
+
+def take_parameters(
+    model: onnx.ModelProto, requires_grad: Collection[str], frozen: Collection[str]
+) -> Parameters:
+    """Remove the parameters from the initializers of the model and return them.
+
+    If neither of the two collections names anything, all initializers become inputs, but are no parameters.
+    """
+    graph = model.graph
+    named = {*requires_grad, *frozen}
+    taken = [tensor for tensor in graph.initializer if not named or tensor.name in named]
+    names = {tensor.name for tensor in taken}
+    settings = _settings(model, names - set(requires_grad))
+    parameters = Parameters(
+        [tensor for tensor in taken if tensor.name in requires_grad],
+        [tensor for tensor in taken if tensor.name in frozen],
+        [helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in taken],
+        [tensor for tensor in taken if tensor.name in settings],
+    )
+    rest = [tensor for tensor in graph.initializer if tensor.name not in names]
+    del graph.initializer[:]
+    graph.initializer.extend(rest)
+    # Exporters may write initializers as inputs, too.
+    inputs = [value for value in graph.input if value.name not in names]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    return parameters
+
+
+def _settings(model: onnx.ModelProto, names: Collection[str]) -> set[str]:
+    """Return those of the names that are no weights: integers, and operands such as the scales of Resize."""
+    kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    found = {name for name in names if kinds[name] not in FLOATS}
+    versions = {opset.domain: opset.version for opset in model.opset_import}
+    never = onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
+    for node in all_nodes(model.graph.node):
+        operands = [i for i, name in enumerate(node.input) if name in names]
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        version = versions.get(domain, 1)
+        if not operands or node.op_type == "BatchNormalization":
+            continue
+        if onnx.defs.has(node.op_type, version, domain):
+            declared = onnx.defs.get_schema(node.op_type, version, domain).inputs
+            found |= {
+                node.input[i]
+                for i in operands
+                if declared[min(i, len(declared) - 1)].differentiation_category == never
+            }
+    return found
+
+
+def build_models(
+    model: onnx.ModelProto, parameters: Parameters, requires_grad: Collection[str], loss: str
+) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Return the models for training and evaluation.
+
+    `model` is a forward model with the loss and what else it returns as outputs, and without its parameters.
+    """
+    from ortgrad.training.forms import in_evaluation, in_training  # onnx-ir is slow to import
+
+    inputs = [*model.graph.input, *parameters.inputs]
+    outputs = [value.name for value in model.graph.output]
+    # In the order of the inputs.
+    wrt = [value.name for value in inputs if value.name in requires_grad]
+    missing = sorted(set(requires_grad) - set(wrt))
+    if missing:
+        known = ", ".join(value.name for value in inputs[:20])
+        raise TrainingModelError(
+            f"requires_grad={missing[0]!r} is no initializer and no input of the model (it has: {known})"
+        )
+    evaluation = in_evaluation(model)
+    evaluation.graph.input.extend(parameters.inputs)
+    limit_versions(evaluation)
+    forward = copy_of(model)
+    fixed = {tensor.name for tensor in parameters.constants}
+    forward.graph.input.extend(value for value in parameters.inputs if value.name not in fixed)
+    forward.graph.initializer.extend(parameters.constants)
+    try:
+        training = _with_gradients(in_training(load_model(forward)), wrt, loss)
+    except NameNotFoundError as error:
+        raise TrainingModelError(str(error)) from error
+    _arrange(training, inputs, outputs, wrt)
+    limit_versions(training)
+    return training, evaluation
+
+
+def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx.ModelProto:
+    from ortgrad.graph.serialization import read, write
+    from ortgrad.passes.portable import make_portable
+    from ortgrad.pipelines.gradients import build
+    from ortgrad.training.forms import use_internal_batch_norm
+
+    finish = (use_internal_batch_norm, make_portable)
+    if not wrt:
+        model = read(forward)
+        for each in finish:
+            model = each(model)
+        return write(model, forward)
+    scalar = _scalar(forward, loss)
+    try:
+        with judging(forward):
+            built, stopped = build(forward, wrt, [scalar], finish=finish)
+    except TrainingModelError:
+        raise
+    except ModelError as error:
+        raise TrainingModelError(f"the training model cannot be built: {error}") from error
+    if stopped is not None:
+        warnings.warn(stopped, StoppedGradientWarning, stacklevel=4)
+    return built
+
+
+def _scalar(model: onnx.ModelProto, loss: str) -> str:
+    """Return the name of the loss as a scalar; a loss with one element and dimensions is reshaped."""
+    value = next(value for value in model.graph.output if value.name == loss)
+    tensor = value.type.tensor_type
+    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    if tensor.elem_type not in FLOATS:
+        raise TrainingModelError(f"the loss {loss!r} is not a floating-point tensor")
+    if tensor.HasField("shape") and not sizes:
+        return loss
+    if any(size is not None and size != 1 for size in sizes):
+        shape = [dim.dim_param or dim.dim_value or "?" for dim in tensor.shape.dim]
+        raise TrainingModelError(f"the loss {loss!r} is not a scalar: its shape is {shape}; reduce it")
+    taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
+    scalar, shape_name = (_fresh(f"{loss}/{part}", taken) for part in ("scalar", "shape"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(0, np.int64), shape_name))
+    # Fails in a run in which the loss has more than one element.
+    model.graph.node.append(helper.make_node("Reshape", [loss, shape_name], [scalar], name=scalar))
+    return scalar
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _arrange(
+    training: onnx.ModelProto, inputs: Iterable[onnx.ValueInfoProto], outputs: list[str], wrt: list[str]
+) -> None:
+    """Put inputs and outputs in the order of 1.19.2, and accumulate the gradients."""
+    graph = training.graph
+    inputs = list(inputs)
+    values = {value.name: value for value in graph.output}
+    gradients = [value.name for value in graph.output][-len(wrt) :] if wrt else []
+    constants = [tensor for tensor in graph.initializer if tensor.name not in {v.name for v in inputs}]
+    types = {value.name: value for value in graph.input}
+    del graph.initializer[:], graph.input[:], graph.output[:]
+    graph.initializer.extend(constants)
+    for value in inputs:
+        # Types as the file declares them.
+        graph.input.append(types.get(value.name, value))
+    graph.output.extend(values[name] for name in outputs)
+    for number, (name, gradient) in enumerate(zip(wrt, gradients, strict=True), len(outputs)):
+        buffer, flag = buffer_name(name), f"{name}_grad.accumulation.out"
+        node = helper.make_node(
+            ACCUMULATOR,
+            [buffer, gradient, RESET],
+            [flag],
+            name=f"GradientAccumulator{number}",
+            domain=DOMAIN,
+        )
+        graph.node.append(node)
+        graph.input.add(name=buffer, type=types[name].type if name in types else values[gradient].type)
+        graph.output.append(helper.make_tensor_value_info(flag, TensorProto.BOOL, [1]))
+    graph.input.append(helper.make_tensor_value_info(RESET, TensorProto.BOOL, [1]))
+    if all(opset.domain != DOMAIN for opset in training.opset_import):
+        training.opset_import.append(helper.make_opsetid(DOMAIN, 1))

@@ -1,0 +1,168 @@
+"""What the blocks do with a model: names, lookup of values, checks and shape inference."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+from ortgrad.errors import NameNotFoundError
+from ortgrad.graph.protos import copy_of
+from ortgrad.operators.schema import with_schemas
+
+# Initializers with more elements hold weights, not sizes or axes that shape inference needs.
+_LARGEST_CONSTANT = 1024
+
+_numbers = itertools.count(1)
+
+
+def generate_graph_name(token: str) -> str:
+    """Return a name that no other call returns."""
+    return f"onnx::{token}::{next(_numbers)}"
+
+
+def add_node(
+    model: onnx.ModelProto,
+    op_type: str,
+    inputs: list[str],
+    outputs: list[str],
+    *,
+    domain: str = "",
+    **attributes: Any,
+) -> str:
+    """Append a node with a generated name to the model and return the name of its first output."""
+    node = onnx.helper.make_node(
+        op_type, inputs, outputs, name=generate_graph_name(op_type), domain=domain, **attributes
+    )
+    model.graph.node.append(node)
+    if domain and all(opset.domain != domain for opset in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    return outputs[0]
+
+
+def exists(model: onnx.ModelProto, name: str) -> bool:
+    """Return whether the main graph has a value of this name."""
+    graph = model.graph
+    return any(value.name == name for value in (*graph.input, *graph.initializer)) or any(
+        name in node.input or name in node.output for node in graph.node
+    )
+
+
+def find_value(model: onnx.ModelProto, name: str) -> onnx.ValueInfoProto:
+    """Return name, type and shape of a value: declared ones, else inferred ones."""
+    graph = model.graph
+    declared = next((value for value in (*graph.input, *graph.output) if value.name == name), None)
+    if declared is not None and _has_shape(declared):
+        return declared
+    for tensor in graph.initializer:
+        if tensor.name == name:
+            return onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
+    if not exists(model, name):
+        raise NameNotFoundError(f"there is no value {name!r} in the graph")
+    found = inferred(model).graph
+    for value in (*found.value_info, *found.output):
+        if value.name == name and _has_shape(value):
+            return value
+    if declared is not None:
+        return declared
+    raise NameNotFoundError(f"the type and shape of the value {name!r} are not known")
+
+
+def _has_shape(value: onnx.ValueInfoProto) -> bool:
+    kind = value.type
+    return not kind.HasField("tensor_type") or kind.tensor_type.HasField("shape")
+
+
+def element_type(model: onnx.ModelProto, name: str) -> int:
+    """Return the element type of a tensor; float if it is not known."""
+    try:
+        return find_value(model, name).type.tensor_type.elem_type or TensorProto.FLOAT
+    except NameNotFoundError:
+        return TensorProto.FLOAT
+
+
+def check(model: onnx.ModelProto) -> None:
+    """Raise the error of onnx's checker if the model is invalid."""
+    light = without_weights(model)
+    # The checker wants shapes of outputs, which onnxruntime does not need.
+    outputs = [value for value in light.graph.output if _has_shape(value)]
+    del light.graph.output[:]
+    light.graph.output.extend(outputs)
+    with_schemas(onnx.checker.check_model, light, True)
+
+
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model, without its weights, in which onnx has inferred types and shapes."""
+    result: onnx.ModelProto = with_schemas(onnx.shape_inference.infer_shapes, without_weights(model))
+    return result
+
+
+def with_inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model in which onnx has inferred types and shapes."""
+    copy = copy_of(model)
+    found = inferred(model).graph
+    types = {value.name: value for value in found.output}
+    for value in copy.graph.output:
+        if value.name in types:
+            value.CopyFrom(types[value.name])
+    del copy.graph.value_info[:]
+    copy.graph.value_info.extend(found.value_info)
+    return copy
+
+
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model in which large initializers are inputs: it is below protobuf's 2 GB."""
+    large = {tensor.name: tensor for tensor in model.graph.initializer if _is_large(tensor)}
+    if not large or model.ir_version < 4:
+        return copy_of(model)
+    light = onnx.ModelProto()
+    for descriptor, value in model.ListFields():
+        if descriptor.name == "graph":
+            continue
+        if descriptor.is_repeated:
+            getattr(light, descriptor.name).extend(value)
+        else:
+            setattr(light, descriptor.name, value)
+    for descriptor, value in model.graph.ListFields():
+        if descriptor.name == "initializer":
+            light.graph.initializer.extend(tensor for tensor in value if tensor.name not in large)
+        elif descriptor.is_repeated:
+            getattr(light.graph, descriptor.name).extend(value)
+        else:
+            setattr(light.graph, descriptor.name, value)
+    given = {value.name for value in light.graph.input}
+    light.graph.input.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in large.values()
+        if tensor.name not in given
+    )
+    return light
+
+
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    count = 1
+    for size in tensor.dims:
+        count *= size
+    return count > _LARGEST_CONSTANT or tensor.data_location == TensorProto.EXTERNAL
+
+
+def register_outputs(model: onnx.ModelProto, names: str | tuple[str, ...] | list[str]) -> None:
+    """Make the named values the outputs of the graph, in this order; `model` has inferred types."""
+    graph = model.graph
+    known = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+    outputs = []
+    for name in [names] if isinstance(names, str) else names:
+        if name not in known:
+            raise NameNotFoundError(
+                f"{name!r} cannot be an output: there is no such value, or its type is not known"
+            )
+        outputs.append(onnx.ValueInfoProto.FromString(known[name].SerializeToString()))
+    del graph.output[:]
+    graph.output.extend(outputs)
+
+
+def first(output: str | tuple[str, ...] | list[str]) -> str:
+    """Return the first of the names that a block's build method returned."""
+    return output if isinstance(output, str) else output[0]

@@ -1,0 +1,120 @@
+"""The model that the blocks change: one at a time, between the entry and the exit of a context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx
+
+from ortgrad.errors import TrainingError
+from ortgrad.graph.protos import copy_of
+from ortgrad.operators.declaration import DOMAIN
+from ortgrad.training.versions import NEWEST_IR_VERSION, NEWEST_OPSET
+
+
+class ModelAccessor:
+    """Holds the model that the blocks change, and the path that it was loaded from, if there is one."""
+
+    def __init__(self, model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = None) -> None:
+        self._model = model
+        self._path = model_path
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        return self._model
+
+    @property
+    def path(self) -> str:
+        if self._path is None:
+            raise TrainingError("the model was not loaded from a path")
+        return os.fspath(self._path)
+
+    @property
+    def has_path(self) -> bool:
+        return self._path is not None
+
+
+_accessor: ModelAccessor | None = None
+_library: os.PathLike[str] | str | None = None
+
+
+def current() -> ModelAccessor:
+    """Return the accessor of the surrounding `base` or `empty_base`."""
+    if _accessor is None:
+        raise TrainingError("there is no model to build on; call blocks within onnxblock.base(model)")
+    return _accessor
+
+
+@contextmanager
+def base(model: onnx.ModelProto, model_path: str | None = None) -> Iterator[ModelAccessor]:
+    """Within this context, blocks build on a copy of the model, which the accessor holds.
+
+    >>> import onnx
+    >>> from ortgrad.training import onnxblock
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N] x, float[N] y) => (float[N] z) { z = Mul(x, y) }''')
+    >>> with onnxblock.base(model) as accessor:
+    ...     name = onnxblock.blocks.Add()("z", "x")
+    >>> [node.op_type for node in accessor.model.graph.node]
+    ['Mul', 'Add']
+    """
+    if model is None:
+        raise TrainingError("the model is None; onnxblock.empty_base builds a model from nothing")
+    with _installed(ModelAccessor(copy_of(model), model_path)) as accessor:
+        yield accessor
+
+
+@contextmanager
+def empty_base(opset_version: int | None = None) -> Iterator[ModelAccessor]:
+    """Within this context, blocks build on an empty model; the default opset is 21.
+
+    >>> from ortgrad.training import onnxblock
+    >>> with onnxblock.empty_base(opset_version=17) as accessor:
+    ...     name = onnxblock.blocks.Constant(0.5)()
+    >>> [opset.version for opset in accessor.model.opset_import]
+    [1, 17]
+    """
+    model = onnx.ModelProto(
+        ir_version=min(onnx.IR_VERSION, NEWEST_IR_VERSION),
+        producer_name="ortgrad",
+        opset_import=[
+            onnx.helper.make_opsetid(DOMAIN, 1),
+            onnx.helper.make_opsetid("", opset_version or min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)),
+        ],
+    )
+    model.graph.name = "graph"
+    with _installed(ModelAccessor(model)) as accessor:
+        yield accessor
+
+
+@contextmanager
+def _installed(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
+    global _accessor
+    if _accessor is not None:
+        raise TrainingError("blocks build on one model at a time; this call is within another base")
+    _accessor = accessor
+    try:
+        yield accessor
+    finally:
+        _accessor = None
+
+
+@contextmanager
+def custom_op_library(custom_op_library_path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+    """Within this context, the model may hold operators of the library at this path, which must exist.
+
+    Their gradients are those that `ortgrad.gradient` declares. The library itself is loaded by the session
+    that trains.
+    """
+    global _library
+    if _library is not None:
+        raise TrainingError("one library of custom operators at a time; this call is within another one")
+    if not os.path.exists(custom_op_library_path):
+        raise TrainingError(f"there is no library of custom operators at {str(custom_op_library_path)!r}")
+    _library = custom_op_library_path
+    try:
+        yield custom_op_library_path
+    finally:
+        _library = None

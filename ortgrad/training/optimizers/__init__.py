@@ -1,0 +1,1 @@
+"""Optimizers that update parameters in place."""

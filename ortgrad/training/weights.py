@@ -1,0 +1,120 @@
+"""Models of any size: weights that stay out of the protobuf messages, whose limit is 2 GB."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+from ortgrad.errors import ModelError
+from ortgrad.graph.loading import ModelLike, load_model, one_line
+from ortgrad.graph.protos import all_graphs
+from ortgrad.training.files import replacing
+
+# Models with more bytes of weights are processed without the values of their parameters.
+LARGE = 1 << 30
+
+
+@dataclass
+class Weights:
+    """A model, and where the values of its parameters are if the model does not hold them."""
+
+    model: onnx.ModelProto
+    values: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    folder: str = ""
+
+    def array(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """Return the value of a parameter of the model."""
+        found = self.values.get(tensor.name, tensor)
+        try:
+            value: np.ndarray = numpy_helper.to_array(found, self.folder)
+        except (OSError, ValueError, onnx.checker.ValidationError) as error:
+            raise ModelError(f"cannot read the weight {tensor.name!r}: {one_line(error)}") from error
+        return value
+
+
+def load_weights(model: ModelLike, parameters: Collection[str]) -> Weights:
+    """Return the model; if it is large, without the values of the parameters, which are read one by one."""
+    proto = load_model(model, external_data=False)
+    folder = str(Path(model).parent) if isinstance(model, (str, os.PathLike)) else ""
+    if sum(_bytes(tensor) for tensor in proto.graph.initializer) <= LARGE:
+        if folder:
+            proto = load_model(model)
+        return Weights(proto)
+    taken = [t for t in proto.graph.initializer if t.name in parameters]
+    light = _without_values(proto, {tensor.name for tensor in taken})
+    for graph in all_graphs(light.graph):
+        for tensor in _tensors(graph):
+            if uses_external_data(tensor) and tensor.name not in parameters:
+                load_external_data_for_tensor(tensor, folder)
+                tensor.data_location = TensorProto.DEFAULT
+                del tensor.external_data[:]
+    return Weights(light, {tensor.name: tensor for tensor in taken}, folder)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    count = int(np.prod(np.array(tensor.dims, dtype=object))) if tensor.dims else 1
+    try:
+        return count * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError:
+        return 0
+
+
+def _without_values(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """Return a copy of the model in which these initializers have a type and a shape, but no value."""
+    light = copy_without(model, {"graph"})
+    light.graph.CopyFrom(copy_without(model.graph, {"initializer"}))
+    for tensor in model.graph.initializer:
+        if tensor.name not in names:
+            light.graph.initializer.append(tensor)
+            continue
+        stub = light.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        # Says that the value is elsewhere; it is never read from there.
+        stub.data_location = TensorProto.EXTERNAL
+        stub.external_data.add(key="location", value="weights")
+    return light
+
+
+def copy_without(message: Any, fields: Collection[str]) -> Any:
+    """Return a copy of a protobuf message without some of its fields."""
+    copy = type(message)()
+    for descriptor, value in message.ListFields():
+        if descriptor.name in fields:
+            continue
+        if isinstance(value, (str, bytes, int, float)):
+            setattr(copy, descriptor.name, value)
+        elif hasattr(value, "extend"):
+            getattr(copy, descriptor.name).extend(value)
+        else:
+            getattr(copy, descriptor.name).CopyFrom(value)
+    return copy
+
+
+def save_model(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model; if it is too large for one message, its weights go to `<path>.data`."""
+    if sum(_bytes(tensor) for tensor in model.graph.initializer) > LARGE:
+        onnx.save(
+            model,
+            path,
+            save_as_external_data=True,
+            all_tensors_to_one_file=True,
+            location=f"{path.name}.data",
+        )
+        return
+    with replacing(path) as file:
+        file.write(model.SerializeToString())
