@@ -67,7 +67,7 @@ def fused(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def programs(model: onnx.ModelProto) -> list[dict[str, Any]]:
-    nodes = [node for node in model.graph.node if node.domain == "ortgrad"]
+    nodes = [node for node in model.graph.node if fusion.is_fused(node.op_type, node.domain)]
     return [json.loads(node.attribute[0].s)["attributes"] for node in nodes]
 
 
