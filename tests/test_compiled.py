@@ -23,6 +23,8 @@ from ortgrad import nodes
 from ortgrad.compiled import cache, functions, layout, machine_code
 from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
+from ortgrad.fusion.kernel import fused_operator
+from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.operators.call import make_call
 from ortgrad.operators.compiled import CompiledKernel, Matrix, Plan, Product, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
@@ -538,6 +540,47 @@ def test_no_kernel_reads_or_writes_outside_its_tensors(operator: Operator) -> No
                 atol = 1e-6 * max(10.0, float(np.abs(right).max()))
                 np.testing.assert_allclose(actual, right, rtol=2e-5, atol=atol, err_msg=case.name)
     assert supported
+
+
+FUSED = [
+    Program(
+        (Operand("float", True), Operand("float", True), Operand("bool", True), Operand("float", False)),
+        (Step("Add", (0, 1)), Step("Where", (2, 4, Constant(0.3))), Step("Mul", (5, 3)), Step("Erf", (6,))),
+        (7, 4),
+    ),
+    Program(
+        (Operand("float", True), Operand("float", False), Operand("bool", False)),
+        (Step("Mul", (0, 1)), Step("Where", (2, 3, 0)), Step("ReluGrad", (4, 3))),
+        (3, 4, 5),
+    ),
+]
+SHAPES = {
+    "flat": [(9000,), (9000,), (9000,), (1,)],
+    "rows": [(3, 7, 5), (5,), (3, 7, 5), (7, 1)],
+    "channels": [(2, 3, 4, 5), (2, 3, 4, 5), (4, 5), (3, 1, 1)],
+    "both": [(2, 3, 5), (2, 1, 5), (3, 5), (2, 1, 1)],
+    "ones": [(2, 3, 1), (2, 3, 1), (3, 1), (3, 1)],
+    "one": [(1,), (), (1,), ()],
+    "empty": [(2, 0, 5), (5,), (2, 0, 5), ()],
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("program", FUSED, ids=["rows", "ones"])
+def test_no_fused_kernel_reads_or_writes_outside_its_tensors(
+    program: Program, shapes: list[tuple[int, ...]]
+) -> None:
+    operator = fused_operator(program, tuple("abcd"[: len(program.steps)]), "float32")
+    generator = np.random.default_rng(0)
+    chosen = iter(shapes) if len(program.operands) == 4 else iter([shapes[0], shapes[3], shapes[3]])
+    arrays = {
+        parameter.name: (generator.standard_normal(next(chosen)) * 2).astype(parameter.type)
+        for parameter in operator.inputs
+    }
+    attributes = {**program.to_attributes(), "nodes": list("abcd"[: len(program.steps)])}
+    outputs = checked_tasks(operator, Case(operator.name, arrays, attributes))
+    for actual, right in zip(outputs, operator(*arrays.values(), **attributes), strict=True):
+        np.testing.assert_allclose(actual, right, rtol=2e-5, atol=1e-5)
 
 
 def test_plans() -> None:

@@ -13,6 +13,7 @@ LAYERS = [
     "threads",
     "operators",
     "compiled",
+    "fusion",
     "graph",
     "autodiff",
     "ops",

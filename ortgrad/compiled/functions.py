@@ -19,9 +19,34 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def times_power(x: float, t: float) -> float:
+    """Return x * 2**n, a normal number, for the integer n in the lowest bits of t."""
+    return math.ldexp(x, int(t - 1.5 * 2.0**52))
+
+
+def exponent(x: float) -> float:
+    """Return the n for which x / 2**n is in [1, 2), for a positive normal number."""
+    return math.frexp(x)[1] - 1.0
+
+
+def fraction(x: float) -> float:
+    """Return x / 2**exponent(x), for a positive normal number."""
+    return 2 * math.frexp(x)[0]
+
+
 def sqrt(x: float) -> float:
     """Return the square root, NaN for a negative number."""
     return math.sqrt(x) if x >= 0 else math.nan
+
+
+def fetch(array: np.ndarray, k: int) -> Any:
+    """Return an element of an input, which the compiler may assume to be disjoint from all outputs."""
+    return array[k]
+
+
+def put(array: np.ndarray, k: int, value: Any) -> None:
+    """Set an element of an output, which the compiler may assume to be disjoint from all inputs."""
+    array[k] = value
 
 
 def double(x: float) -> float:
@@ -166,7 +191,12 @@ PANEL = 32
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
     "power_of_two": power_of_two,
+    "times_power": times_power,
+    "exponent": exponent,
+    "fraction": fraction,
     "sqrt": sqrt,
+    "fetch": fetch,
+    "put": put,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,
@@ -203,12 +233,9 @@ class ByType:
 _LOG2E = 1.4426950408889634
 
 
-def _exp_single(x: float) -> float:
-    # Beyond these limits the result is 0 or infinite. A NaN passes the comparisons as a limit.
-    a = x if x > -105.0 else -105.0
-    a = a if a < 90.0 else 90.0
-    n = rint(a * _LOG2E)
-    # r = a - n log(2), with log(2) in two parts
+def _exp_of_rest_single(a: float, n: float) -> float:
+    """exp(a - n log(2)) for the integer n that is nearest to a / log(2)"""
+    # log(2) is in two parts.
     r = a - n * 0.693359375
     r = r + n * 2.12194440e-4
     p = r * 1.9875691500e-4 + 1.3981999507e-3
@@ -216,16 +243,10 @@ def _exp_single(x: float) -> float:
     p = p * r + 4.1665795894e-2
     p = p * r + 1.6666665459e-1
     p = p * r + 5.0000001201e-1
-    p = p * (r * r) + r + 1.0
-    half = rint(n * 0.5)
-    p = p * power_of_two(half) * power_of_two(n - half)
-    return p if x == x else x
+    return p * (r * r) + r + 1.0
 
 
-def _exp_double(x: float) -> float:
-    a = x if x > -750.0 else -750.0
-    a = a if a < 715.0 else 715.0
-    n = rint(a * _LOG2E)
+def _exp_of_rest_double(a: float, n: float) -> float:
     r = a - n * 6.93145751953125e-1
     r = r - n * 1.42860682030941723212e-6
     # A rational function, as in Cephes: exp(r) = 1 + 2 r P(r^2) / (Q(r^2) - r P(r^2)).
@@ -234,13 +255,29 @@ def _exp_double(x: float) -> float:
     q = (
         (3.00198505138664455042e-6 * s + 2.52448340349684104192e-3) * s + 2.27265548208155028766e-1
     ) * s + 2.00000000000000000009e0
-    y = 1.0 + 2.0 * (p / (q - p))
-    half = rint(n * 0.5)
-    y = y * power_of_two(half) * power_of_two(n - half)
-    return y if x == x else x
+    return 1.0 + 2.0 * (p / (q - p))
 
 
-exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+_exp_of_rest: Any = ByType(_exp_of_rest_single, _exp_of_rest_double)
+# Adding it rounds to the nearest integer, which is then in the lowest bits of the sum.
+_ROUNDING: Any = ByType(1.5 * 2.0**23, 1.5 * 2.0**52)
+# The logarithms of the smallest normal number and of the largest number.
+_LOWEST: Any = ByType(-87.33654475055310, -708.39641853226410)
+_HIGHEST: Any = ByType(88.72283905206835, 709.78271289338397)
+_INFINITY = math.inf
+
+
+def exp_of_small(x: float) -> float:
+    """Return the exponential function if the result is a normal number."""
+    t = x * _LOG2E + _ROUNDING
+    return times_power(_exp_of_rest(x, t - _ROUNDING), t)
+
+
+def exp(x: float) -> float:
+    """Return the exponential function; 0 if the result is smaller than all normal numbers."""
+    y = exp_of_small(x)
+    y = 0.0 if x < _LOWEST else y
+    return y if x <= _HIGHEST else x * _INFINITY
 
 
 def sigmoid(x: float) -> float:

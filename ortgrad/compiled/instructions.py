@@ -132,18 +132,65 @@ def rint(_: Any, x: Any) -> Any:
     return x(x), generate
 
 
+def _bits_of(number: Any) -> tuple[int, int, int]:
+    """Return the size of a type of numbers in bits, the bias of the exponent and the size of the fraction."""
+    return (64, 1023, 52) if number == types.float64 else (32, 127, 23)
+
+
 @intrinsic
 def power_of_two(_: Any, n: Any) -> Any:
     """Return 2**n for an integral floating-point number n: it becomes the exponent of the result."""
-    bits, bias, fraction = (64, 1023, 52) if n == types.float64 else (32, 127, 23)
+    bits, bias, size = _bits_of(n)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
         integer = ir.IntType(bits)
         exponent = builder.add(builder.fptosi(value, integer), integer(bias))
-        return builder.bitcast(builder.shl(exponent, integer(fraction)), value.type)
+        return builder.bitcast(builder.shl(exponent, integer(size)), value.type)
 
     return n(n), generate
+
+
+@intrinsic
+def times_power(_: Any, x: Any, t: Any) -> Any:
+    """Return x * 2**n for the integer n in the lowest bits of t: it is added to the exponent."""
+    bits, _, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        integer = ir.IntType(bits)
+        value, power = (builder.bitcast(argument, integer) for argument in arguments)
+        total = builder.add(value, builder.shl(power, integer(size)))
+        return builder.bitcast(total, arguments[0].type)
+
+    return x(x, t), generate
+
+
+@intrinsic
+def exponent(_: Any, x: Any) -> Any:
+    """Return the exponent of a positive normal number, as a floating-point number."""
+    bits, bias, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        integer = ir.IntType(bits)
+        biased = builder.lshr(builder.bitcast(value, integer), integer(size))
+        return builder.sitofp(builder.sub(biased, integer(bias)), value.type)
+
+    return x(x), generate
+
+
+@intrinsic
+def fraction(_: Any, x: Any) -> Any:
+    """Return a positive normal number with the exponent of 1."""
+    bits, bias, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        integer = ir.IntType(bits)
+        low = builder.and_(builder.bitcast(value, integer), integer((1 << size) - 1))
+        return builder.bitcast(builder.or_(low, integer(bias << size)), value.type)
+
+    return x(x), generate
 
 
 @intrinsic
@@ -156,6 +203,47 @@ def sqrt(_: Any, x: Any) -> Any:
         return builder.call(function, [value])
 
     return x(x), generate
+
+
+def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """Return the address of an element of a contiguous array."""
+    data = context.make_array(kind)(context, builder, value=array).data
+    return builder.gep(data, [index])
+
+
+def _disjoint(builder: Any, instruction: Any, own: str, other: str) -> None:
+    """Tell LLVM that accesses marked with `own` never touch the memory of those marked with `other`."""
+    module = builder.module
+    domain = module.add_metadata(["ortgrad"])
+    scopes = {name: module.add_metadata([[name, domain]]) for name in (own, other)}
+    for key, name in (("alias.scope", own), ("noalias", other)):
+        instruction.set_metadata(key, scopes[name])
+
+
+@intrinsic
+def fetch(_: Any, array: Any, k: Any) -> Any:
+    """Return an element of an input of the node."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, array, *arguments)
+        value = builder.load(place, align=array.dtype.bitwidth // 8)
+        _disjoint(builder, value, "inputs", "outputs")
+        return value
+
+    return array.dtype(array, WORD), generate
+
+
+@intrinsic
+def put(_: Any, array: Any, k: Any, value: Any) -> Any:
+    """Set an element of an output of the node."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, array, *arguments[:2])
+        done = builder.store(arguments[2], place, align=array.dtype.bitwidth // 8)
+        _disjoint(builder, done, "outputs", "inputs")
+        return context.get_dummy_value()
+
+    return types.void(array, WORD, array.dtype), generate
 
 
 @intrinsic

@@ -116,6 +116,9 @@ class CompiledKernel:
     last: Callable[..., Any] | None = None
     # Whether its plans have products.
     products: bool = False
+    # Whether the operations are performed in the order in which they are written. Element-wise kernels are
+    # exact; in others, terms of a sum may change places.
+    exact: bool = False
 
     def __post_init__(self) -> None:
         found = len(inspect.signature(self.function).parameters)

@@ -8,6 +8,7 @@ are constants. The callbacks implement version 16 of the API, the first in which
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -75,6 +76,11 @@ def address_of(function: Any) -> int:
     address = ctypes.cast(function, c_void_p).value
     assert address is not None
     return address
+
+
+def constant_function(number: int) -> Any:
+    """Return a C function that returns a number, whatever its arguments are. No bytecode runs in it."""
+    return ctypes.CFUNCTYPE(c_int64)(itertools.repeat(number).__next__)
 
 
 def list_operators(library: ctypes.PyDLL) -> list[tuple[str, int]]:

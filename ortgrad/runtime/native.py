@@ -27,6 +27,7 @@ import numpy as np
 
 from ortgrad.compiled import machine_code
 from ortgrad.errors import ModelError, NodeError, RegistrationError
+from ortgrad.fusion.kernel import fused_call, unread_operator
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
@@ -41,6 +42,7 @@ from ortgrad.runtime.c_api import (
     Memory,
     Products,
     address_of,
+    constant_function,
 )
 from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
 from ortgrad.runtime.evaluate import declared_shapes, describe, evaluate, kernel_error
@@ -77,12 +79,35 @@ class NativeOperator:
         self.inputs = [np.dtype(t) for t in variant.inputs]
         self.outputs = [np.dtype(t) for t in variant.outputs]
 
+    def read(self, text: bytes) -> tuple[NativeOperator, Call]:
+        """Return the call of a node, and the operator that computes it."""
+        return self, parse_call(self.operator, text)
+
+
+class FusedOperator(NativeOperator):
+    """The operator of fused nodes, each of which has its own inputs, outputs and program."""
+
+    def __init__(self, element: str) -> None:
+        super().__init__(unread_operator(element), Variant((), ()))
+        self._element = element
+
+    def read(self, text: bytes) -> tuple[NativeOperator, Call]:
+        call = fused_call(text, self._element)
+        inputs, outputs = (
+            tuple(parameter.type for parameter in parameters)
+            for parameters in (call.operator.inputs, call.operator.outputs)
+        )
+        return NativeOperator(call.operator, Variant(inputs, outputs)), call
+
 
 def fill(struct: CustomOp, native: NativeOperator) -> None:
     """Make onnxruntime call the operator's kernel. The name and types in the struct are not changed."""
     _operators[ctypes.addressof(struct)] = native
     struct.version = VERSION
-    for name, address in _callbacks().items():
+    callbacks = _callbacks()
+    if isinstance(native, FusedOperator):
+        callbacks = callbacks | _variadic_callbacks()
+    for name, address in callbacks.items():
         setattr(struct, name, address)
 
 
@@ -117,6 +142,23 @@ def _callbacks() -> dict[str, int]:
     if entry is not None:
         addresses["KernelComputeV2"] = entry.compute
     return addresses
+
+
+@functools.cache
+def _variadic_callbacks() -> dict[str, int]:
+    """Return the functions of an operator with any number of inputs, of any types, and of outputs."""
+    undefined, one, variadic = (constant_function(number) for number in (0, 1, 2))
+    functions = {
+        "GetInputCharacteristic": variadic,
+        "GetInputType": undefined,
+        "GetVariadicInputMinArity": one,
+        "GetVariadicInputHomogeneity": undefined,
+        "GetOutputCharacteristic": variadic,
+        "GetVariadicOutputMinArity": one,
+        "GetVariadicOutputHomogeneity": one,
+    }
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(functions))
+    return {name: address_of(function) for name, function in functions.items()}
 
 
 @functools.cache
@@ -181,7 +223,7 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
     owner: Owner | None = getattr(_local, "owner", None)
     call: Call | Exception
     try:
-        call = parse_call(native.operator, api.attribute(info, CALL_ATTRIBUTE))
+        native, call = native.read(api.attribute(info, CALL_ATTRIBUTE))
     except (ModelError, RuntimeError) as error:
         call = error
     kernel = _Kernel(api, native, call, owner, info)

@@ -178,8 +178,8 @@ def _product_fields(kernel: CompiledKernel, plan: Plan, product: Product, item: 
 
 
 def _float_size(inputs: Sequence[np.ndarray]) -> int:
-    """Return the size of an element of the first floating-point input."""
-    return next(array.itemsize for array in inputs if array.dtype.kind == "f")
+    """Return the size of an element of the first floating-point input; 0 if there is none."""
+    return next((array.itemsize for array in inputs if array.dtype.kind == "f"), 0)
 
 
 def _blocks(tasks: int, work: int) -> int:

@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 
 from ortgrad.errors import ModelError
+from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.assertions import explain
@@ -214,9 +215,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
-    return bool(
-        find_operator(node.op_type, node.domain) and any(a.name == CALL_ATTRIBUTE for a in node.attribute)
-    )
+    declared = find_operator(node.op_type, node.domain) or is_fused(node.op_type, node.domain)
+    return bool(declared and any(a.name == CALL_ATTRIBUTE for a in node.attribute))
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, allocate, copy, double, doubles, multiply_panel, release
+from ortgrad.compiled.functions import PANEL, allocate, copy_row, double, doubles, multiply_panel, release
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.ops.recurrent._cell import Cell
 
@@ -172,7 +172,9 @@ def multiply_transposed(
     for start in range(0, rows, _TERMS):
         terms = min(_TERMS, rows - start)
         for t in range(terms):
-            copy(block[t * count : (t + 1) * count], da[(start + t) * stride : (start + t) * stride + count])
+            copy_row(
+                block[t * count : (t + 1) * count], da[(start + t) * stride : (start + t) * stride + count]
+            )
         for p in range((width + state_width) // PANEL):
             # First the panels of X, then those of the states.
             own, to, step = p - width // PANEL, sums, width
@@ -184,9 +186,9 @@ def multiply_transposed(
             panel = factor[(own * rows + start) * PANEL : (own * rows + start + terms) * PANEL]
             multiply_panel(to[own * PANEL :], step, block, 1, count, panel, terms, count, start)
     for i in range(count if width > 0 else 0):
-        copy(dw[i * size : (i + 1) * size], sums[i * width : i * width + size])
+        copy_row(dw[i * size : (i + 1) * size], sums[i * width : i * width + size])
     for i in range(count if state_width > 0 else 0):
-        copy(dr[i * hidden : (i + 1) * hidden], state_sums[i * state_width : i * state_width + hidden])
+        copy_row(dr[i * hidden : (i + 1) * hidden], state_sums[i * state_width : i * state_width + hidden])
     release(memory)
     return False
 

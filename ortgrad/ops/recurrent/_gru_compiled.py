@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy, release, sigmoid, tanh
+from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release, sigmoid, tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._compiled import (
@@ -132,7 +132,7 @@ def gru_steps(
     if len(h0) > 0:
         for i in range(count):
             place = distance(geometry, SINGLE, 0, d, first + i) * hidden
-            copy(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
+            copy_row(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
     panels = packed[d * stride * hidden : (d + 1) * stride * hidden]
     for step in range(steps):
         t = steps - 1 - step if reverse else step
@@ -171,11 +171,11 @@ def gru_steps(
             state = states[i * hidden : (i + 1) * hidden]
             _new_state(state, gates[:hidden], gates[2 * hidden :])
             if len(hall) > 0:
-                copy(hall[saved * hidden : (saved + 1) * hidden], state)
+                copy_row(hall[saved * hidden : (saved + 1) * hidden], state)
     if len(hfinal) > 0:
         for i in range(count):
             place = distance(geometry, SINGLE, 0, d, first + i) * hidden
-            copy(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
+            copy_row(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
     release(memory)
     return False
 
@@ -327,11 +327,11 @@ def gru_grad_steps(
     late, sums = rest[:hidden], rest[hidden : hidden + count * stride]
     inner = rest[hidden + count * stride :]
     if linear and len(b) > 0:
-        copy(late, b[(d * 2 + 2) * columns - hidden : (d * 2 + 2) * columns])
+        copy_row(late, b[(d * 2 + 2) * columns - hidden : (d * 2 + 2) * columns])
     if len(dhfinal) > 0:
         for i in range(count):
             place = distance(geometry, SINGLE, 0, d, first + i) * hidden
-            copy(d_states[i * hidden : (i + 1) * hidden], dhfinal[place : place + hidden])
+            copy_row(d_states[i * hidden : (i + 1) * hidden], dhfinal[place : place + hidden])
     size, split = stride * hidden * (4 if linear else 3), stride * hidden * (3 if linear else 2)
     panels = packed[d * size : (d + 1) * size]
     # The matrices of this direction.
@@ -350,10 +350,10 @@ def gru_grad_steps(
             if not start:
                 saved = distance(geometry, STATES, t, d, first + i)
                 before = saved + (geometry[STATES] if reverse else -geometry[STATES])
-                copy(old, hall[before * hidden : (before + 1) * hidden])
+                copy_row(old, hall[before * hidden : (before + 1) * hidden])
             elif len(h0) > 0:
                 initial = distance(geometry, SINGLE, 0, d, first + i) * hidden
-                copy(old, h0[initial : initial + hidden])
+                copy_row(old, h0[initial : initial + hidden])
             else:
                 fill(old, 0.0)
         in_own = distance(geometry, SEPARATE, t, 0, first)
@@ -376,14 +376,14 @@ def gru_grad_steps(
                 dh[k] *= z[k]
             row = in_own + i * between
             put_into_panels(own_previous, row, matrix_rows, old)
-            copy(own[row * width : row * width + hidden], to[:hidden])
+            copy_row(own[row * width : row * width + hidden], to[:hidden])
             if linear:
                 dar = to[hidden : 2 * hidden]
                 _d_reset(dar, to[2 * hidden :], inner[i * stride : i * stride + hidden], late, r_gate)
-                copy(own[row * width + hidden : row * width + 2 * hidden], dar)
+                copy_row(own[row * width + hidden : row * width + 2 * hidden], dar)
                 _multiply_rows(own[row * width + 2 * hidden : (row + 1) * width], to[2 * hidden :], r_gate)
             else:
-                copy(own_h[row * hidden : (row + 1) * hidden], to[2 * hidden :])
+                copy_row(own_h[row * hidden : (row + 1) * hidden], to[2 * hidden :])
                 product = products[i * hidden : (i + 1) * hidden]
                 _multiply_rows(product, r_gate, old)
                 put_into_panels(own_reset, row, matrix_rows, product)
@@ -400,7 +400,7 @@ def gru_grad_steps(
                 # The late bias is zero.
                 _d_reset(dar, through, old, late, r_gate)
                 row = in_own + i * between
-                copy(own[row * width + hidden : (row + 1) * width], dar)
+                copy_row(own[row * width + hidden : (row + 1) * width], dar)
                 for k in range(hidden):
                     dh[k] += through[k] * r_gate[k]
         multiply(sums, stride, own[in_own * width :], between * width, panels[:split], width, count)
@@ -409,7 +409,7 @@ def gru_grad_steps(
     if len(dh0) > 0:
         for i in range(count):
             place = distance(geometry, SINGLE, 0, d, first + i) * hidden
-            copy(dh0[place : place + hidden], d_states[i * hidden : (i + 1) * hidden])
+            copy_row(dh0[place : place + hidden], d_states[i * hidden : (i + 1) * hidden])
     release(memory)
     return False
 
@@ -488,5 +488,5 @@ def gru_grad_weights(
     if linear:
         sum_columns(recurrent, column, end, da[d * rows * columns :], columns, rows)
     else:
-        copy(recurrent[column:end], biases[column:end])
+        copy_row(recurrent[column:end], biases[column:end])
     return False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy, release, sigmoid, tanh
+from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release, sigmoid, tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._cell import Cell
@@ -124,9 +124,9 @@ def lstm_steps(
     for i in range(count):
         place = distance(geometry, SINGLE, 0, d, first + i) * hidden
         if len(h0) > 0:
-            copy(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
+            copy_row(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
         if len(c0) > 0:
-            copy(cells[i * hidden : (i + 1) * hidden], c0[place : place + hidden])
+            copy_row(cells[i * hidden : (i + 1) * hidden], c0[place : place + hidden])
     panels = packed[d * stride * hidden : (d + 1) * stride * hidden]
     for step in range(steps):
         t = steps - 1 - step if reverse else step
@@ -143,15 +143,15 @@ def lstm_steps(
             _new_cell(cell, gates[:hidden], gates[2 * hidden : 3 * hidden], gates[3 * hidden :])
             _new_state(state, cell, gates[hidden : 2 * hidden])
             if len(hall) > 0:
-                copy(hall[saved * hidden : (saved + 1) * hidden], state)
+                copy_row(hall[saved * hidden : (saved + 1) * hidden], state)
             if len(call) > 0:
-                copy(call[saved * hidden : (saved + 1) * hidden], cell)
+                copy_row(call[saved * hidden : (saved + 1) * hidden], cell)
     for i in range(count):
         place = distance(geometry, SINGLE, 0, d, first + i) * hidden
         if len(hfinal) > 0:
-            copy(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
+            copy_row(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
         if len(cfinal) > 0:
-            copy(cfinal[place : place + hidden], cells[i * hidden : (i + 1) * hidden])
+            copy_row(cfinal[place : place + hidden], cells[i * hidden : (i + 1) * hidden])
     release(memory)
     return False
 
@@ -289,9 +289,9 @@ def lstm_grad_steps(
     for i in range(count):
         place = distance(geometry, SINGLE, 0, d, first + i) * hidden
         if len(dhfinal) > 0:
-            copy(d_states[i * stride : i * stride + hidden], dhfinal[place : place + hidden])
+            copy_row(d_states[i * stride : i * stride + hidden], dhfinal[place : place + hidden])
         if len(dcfinal) > 0:
-            copy(d_cells[i * hidden : (i + 1) * hidden], dcfinal[place : place + hidden])
+            copy_row(d_cells[i * hidden : (i + 1) * hidden], dcfinal[place : place + hidden])
     panels = packed[d * stride * columns : (d + 1) * stride * columns]
     matrix_rows = steps * batch
     own_previous = previous[d * stride * matrix_rows : (d + 1) * stride * matrix_rows]
@@ -335,15 +335,15 @@ def lstm_grad_steps(
                 dc[k] *= f_gate[k]
             if len(table) > 0:
                 row = distance(geometry, TABLES, t, d, first + i)
-                copy(table[row * columns : (row + 1) * columns], of_gates)
+                copy_row(table[row * columns : (row + 1) * columns], of_gates)
         place, between = distance(geometry, SEPARATE, t, d, first), geometry[SEPARATE + 2] * columns
         multiply(d_states, stride, da[place * columns :], between, panels, columns, count)
     for i in range(count):
         place = distance(geometry, SINGLE, 0, d, first + i) * hidden
         if len(dh0) > 0:
-            copy(dh0[place : place + hidden], d_states[i * stride : i * stride + hidden])
+            copy_row(dh0[place : place + hidden], d_states[i * stride : i * stride + hidden])
         if len(dc0) > 0:
-            copy(dc0[place : place + hidden], d_cells[i * hidden : (i + 1) * hidden])
+            copy_row(dc0[place : place + hidden], d_cells[i * hidden : (i + 1) * hidden])
     release(memory)
     return False
 
@@ -418,5 +418,5 @@ def lstm_grad_weights(
     d, column = task // pieces, task % pieces * SUMS
     own, end = db[d * 2 * columns : (d * 2 + 1) * columns], min(column + SUMS, columns)
     sum_columns(own, column, end, da[d * rows * columns :], columns, rows)
-    copy(db[(d * 2 + 1) * columns + column : (d * 2 + 1) * columns + end], own[column:end])
+    copy_row(db[(d * 2 + 1) * columns + column : (d * 2 + 1) * columns + end], own[column:end])
     return False
