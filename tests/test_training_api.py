@@ -133,6 +133,22 @@ def test_artifacts_of_onnxruntime_training(
         assert_close(parameter.data, expected[f"param_{name}"], 1e-4)
 
 
+def test_batch_normalization_of_onnxruntime_training() -> None:
+    """Its artifacts with frozen statistics, updated in place; the gradients of two batches add up."""
+    folder = GOLDEN / "batch_norm"
+    expected = np.load(folder / "expected.npz")
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state)
+    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    for step, loss in enumerate(expected["L"]):
+        assert module(expected[f"x{step}"], expected[f"t{step}"]) == pytest.approx(loss, rel=1e-5)
+        if step % 2:
+            optimizer.step()
+            module.lazy_reset_grad()
+    for name, parameter in state.parameters:
+        assert_close(parameter.data, expected[f"p_{name}"], 1e-5)
+
+
 def test_gradients_add_up_until_they_are_reset(folder: Path) -> None:
     state, module = load(folder)
     for resets in (False, False, True, False):

@@ -11,7 +11,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 
-from ortgrad.compiled import entry, instructions, processor
+from ortgrad.compiled import entry, instructions, processor, rows
 from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.source import Function, Source
@@ -59,6 +59,10 @@ def compile_function(function: Function, element: str, flags: set[str], *, check
         for name, value in function.numbers
     }
     names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
+    for name in rows.NAMES:
+        # Instructions address memory themselves; only in Python can their indices be checked.
+        plain = njit(boundscheck=True)(PRIMITIVES[name]) if checked else None
+        names[name] = plain or getattr(rows, name)
     names.update(
         Element=getattr(numba, element),
         allocate=instructions.allocator(element),

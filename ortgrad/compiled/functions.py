@@ -66,18 +66,21 @@ def add_rows(
 
 
 def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
-    """Compute one weighted sum of rows: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
+    """Compute a weighted sum of rows in registers: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
 
-    As in `add_rows`, up to SLACK elements more are read of every row, and written.
+    Up to SLACK elements more are read of every row, and written.
     """
-    parts = [w * rows[s : s + count] for s, w in zip(starts, weights, strict=False)]
-    sums[:count] = np.sum(parts, axis=0) if parts else 0
+    for k in range(count):
+        total = weights[0] * 0
+        for t in range(len(starts)):
+            total += weights[t] * rows[starts[t] + k]
+        sums[k] = total
 
 
-def copy(into: np.ndarray, source: np.ndarray) -> None:
+def copy_row(into: np.ndarray, source: np.ndarray) -> None:
     """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
-    count = min(len(into), len(source))
-    into[:count] = source[:count]
+    for k in range(min(len(into), len(source))):
+        into[k] = source[k]
 
 
 SUMS = 256
@@ -94,7 +97,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "release": release,
     "add_rows": add_rows,
     "add_row": add_row,
-    "copy": copy,
+    "copy_row": copy_row,
 }
 
 

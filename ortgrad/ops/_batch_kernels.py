@@ -20,7 +20,7 @@ from ortgrad.ops._sums import CHUNK, ROWS, groups_of
 _Shape: TypeAlias = "tuple[int, ...] | None"
 
 
-def _plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Plan, tuple[int, ...]] | None:
+def channel_plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Plan, tuple[int, ...]] | None:
     """The plan without views, and the shape of X with three axes; None if a vector has another length."""
     assert x is not None
     if not x:
@@ -53,7 +53,7 @@ def grad_plan(
     *,
     epsilon: float,
 ) -> Plan | None:
-    made = _plan(x, (scale, mean, inv), sums=2)
+    made = channel_plan(x, (scale, mean, inv), sums=2)
     if made is None:
         return None
     plan, shape = made
@@ -205,7 +205,7 @@ def internal_plan(
     momentum: float,
     training_mode: int,
 ) -> Plan | None:
-    made = _plan(x, (scale, b, input_mean, input_var), sums=3)
+    made = channel_plan(x, (scale, b, input_mean, input_var), sums=3)
     outputs = (running_mean, running_var, saved_mean, saved_inv)
     if made is None or (not training_mode and any(shape is not None for shape in outputs)):
         return None
@@ -242,8 +242,21 @@ def internal_sums(
     share: float,
     training_mode: int,
 ) -> None:
-    """A number near the mean of each block, and the sums of the differences from it and of their squares."""
-    samples, channels, rest = x.shape[0], len(scale), 1 if flat else x.shape[2]
+    add_moments(task, x, sums, len(scale), step, groups, flat, 1)
+
+
+def add_moments(
+    task: int,
+    x: np.ndarray,
+    sums: np.ndarray,
+    channels: int,
+    step: int,
+    groups: int,
+    flat: int,
+    centred: int,
+) -> None:
+    """Compute a number near the mean of a block (0 unless `centred`), and sums of differences and squares."""
+    samples, rest = x.shape[0], 1 if flat else x.shape[2]
     block, group = task // groups, task % groups
     begin, end = block * step, min(block * step + step, samples)
     if flat:
@@ -258,12 +271,13 @@ def internal_sums(
             near[k] = 0.0
             plain[k] = 0.0
             squares[k] = 0.0
-        for n in range(begin, end):
-            row = x[n, 0, first:last]
+        if centred:
+            for n in range(begin, end):
+                row = x[n, 0, first:last]
+                for k in range(last - first):
+                    near[k] += row[k]
             for k in range(last - first):
-                near[k] += row[k]
-        for k in range(last - first):
-            near[k] /= x.dtype.type(end - begin)
+                near[k] /= x.dtype.type(end - begin)
         for n in range(begin, end):
             row = x[n, 0, first:last]
             for k in range(last - first):
@@ -272,14 +286,15 @@ def internal_sums(
                 squares[k] += (row[k] - near[k]) * (row[k] - near[k])
         return
     total = double(0.0)
-    for n in range(begin, end):
-        for first in range(0, rest, CHUNK):
-            row = x[n, group, first : min(first + CHUNK, rest)]
-            part = 0.0
-            for k in range(len(row)):
-                part += row[k]
-            total += part
-    centre = x.dtype.type(total / ((end - begin) * rest))
+    if centred:
+        for n in range(begin, end):
+            for first in range(0, rest, CHUNK):
+                row = x[n, group, first : min(first + CHUNK, rest)]
+                part = 0.0
+                for k in range(len(row)):
+                    part += row[k]
+                total += part
+    centre = x.dtype.type(total / max(1, (end - begin) * rest))
     total, square = double(0.0), double(0.0)
     for n in range(begin, end):
         for first in range(0, rest, CHUNK):
@@ -327,7 +342,7 @@ def internal_apply(
     centre, factor, shift = factors[part, 0], factors[part, 1], factors[part, 2]
     mean, variance = doubles(), doubles()
     if training_mode:
-        _moments(sums, first, last, step, samples, rest, mean, variance)
+        moments(sums, first, last, step, samples, rest, mean, variance)
     else:
         for k in range(last - first):
             mean[k] = input_mean[first + k]
@@ -362,7 +377,7 @@ def _normalize_row(x: np.ndarray, centre: float, factor: float, shift: float, y:
         y[k] = (x[k] - centre) * factor + shift
 
 
-def _moments(
+def moments(
     sums: np.ndarray,
     first: int,
     last: int,

@@ -319,9 +319,8 @@ def batch_normalization_gradient(node: ForwardNode) -> Gradients:
     scale, mean, var = (cast_like(op, node.input(i), x) for i in (1, 3, 4))
     inv = inverse_root(op, var + node.attribute("epsilon"))
     factor = scale * inv
-    centred = x - _on_channels(op, mean, rank)
-    d_bias = _channel_sum(op, dy, rank)
-    d_scale = inv * _channel_sum(op, dy * centred, rank)
+    # Its gradient of X is that of training mode.
+    _, d_scale, d_bias = op.BatchNormalizationGrad(dy, x, scale, mean, inv, _outputs=3)
     return (
         view.back(dy * _on_channels(op, factor, rank)),
         d_scale,
@@ -361,39 +360,84 @@ def _training_gradients(node: ForwardNode) -> Gradients:
     return gradients
 
 
+class _Parts:
+    """X as [1, batch * parts, rest], with the statistics of every part: to BatchNormalizationGrad, a channel.
+
+    The number of parts is that of the channels unless it is given.
+    """
+
+    def __init__(self, node: ForwardNode, x: ir.Value, parts: int | None = None) -> None:
+        op = self._op = node.op
+        if x.shape is not None and x.shape.is_static():
+            batch, channels, *rest = x.shape.numpy()
+            count = channels if parts is None else parts
+            size = channels * math.prod(rest) // max(1, count)
+            self.counts: Any = op.constant(np.array([batch, count], np.int64))
+            self._shape: Any = op.constant(np.array([1, batch * count, size], np.int64))
+        else:
+            sizes = op.shape_of(x)
+            number = op.Slice(sizes, [1], [2]) if parts is None else op.constant(np.array([parts], np.int64))
+            self.counts = op.Concat(op.Slice(sizes, [0], [1]), number, axis=0)
+            length = op.Div(op.ReduceProd(op.Slice(sizes, [1], [1 << 31]), keepdims=1), op.Max(number, [1]))
+            self._shape = op.Concat([1], op.ReduceProd(self.counts, keepdims=1), length, axis=0)
+        self.x = self.of(x)
+
+    def of(self, value: ir.Value) -> ir.Value:
+        """A value of the shape of X."""
+        return self._op.Reshape(value, self._shape, allowzero=1)
+
+    def spread(self, vector: ir.Value) -> ir.Value:
+        """A vector with an element per part of a sample, repeated for every sample."""
+        return self._op.Reshape(self._op.Expand(vector, self.counts), [-1])
+
+    def total(self, vector: ir.Value) -> ir.Value:
+        """The sum over all samples."""
+        return self._op.ReduceSum(self._op.Reshape(vector, self.counts, allowzero=1), [0], keepdims=0)
+
+    def statistics(self, epsilon: float) -> list[ir.Value]:
+        return [self._op.Reshape(v, [-1]) for v in statistics(self._op, self.x, [2], epsilon)]
+
+
 @gradient("InstanceNormalization")
 def instance_normalization_gradient(node: ForwardNode) -> Gradients:
+    return _part_gradients(node, None)
+
+
+def _part_gradients(node: ForwardNode, number: int | None) -> Gradients:
+    """The gradients if scale and bias have a value for each part that is normalized."""
     op, view = node.op, _View(node)
-    dy, x, rank = view.of(node.grad(0)), view.x, view.rank
-    axes = list(range(2, rank))
-    mean, inv = statistics(op, x, axes, node.attribute("epsilon"))
-    normalized = (x - mean) * inv
-    # scale is constant along the axes, so it is applied last; the sums serve three gradients.
-    total, weighted = op.ReduceSum(dy, axes), op.ReduceSum(dy * normalized, axes)
-    factor = inv * _on_channels(op, cast_like(op, node.input(1), x), rank)
-    count = count_along(op, x, axes)
-    pull = normalized * (weighted / count) + total / count
-    dx = view.back(factor * (dy - pull))
-    return dx, _channel_sum(op, weighted, rank), _channel_sum(op, total, rank)
+    parts = _Parts(node, view.x, number)
+    dx, d_scale, d_bias = op.BatchNormalizationGrad(
+        parts.of(view.of(node.grad(0))),
+        parts.x,
+        parts.spread(cast_like(op, node.input(1), view.x)),
+        *parts.statistics(node.attribute("epsilon")),
+        _outputs=3,
+    )
+    dx = view.back(op.Reshape(dx, op.shape_of(view.x), allowzero=1))
+    return dx, parts.total(d_scale), parts.total(d_bias)
 
 
 @gradient("GroupNormalization")
 def group_normalization_gradient(node: ForwardNode) -> Gradients:
-    op, view, groups = node.op, _View(node), node.attribute("num_groups")
-    dy, x, rank = view.of(node.grad(0)), view.x, view.rank
-    scale, shape, grouped = cast_like(op, node.input(1), x), op.shape_of(x), [0, groups, -1]
-    per_group = op.opset < 21  # before, scale and bias have a value per group, not per channel
-    values = op.Reshape(x, grouped)
-    mean, inv = statistics(op, values, [2], node.attribute("epsilon"))
-    normalized = (values - mean) * inv
-    if per_group:
-        dy, rank = op.Reshape(dy, grouped), 3
-        g, weighted = dy * _on_channels(op, scale, 3), dy * normalized
-    else:
-        g = op.Reshape(dy * _on_channels(op, scale, rank), grouped)
-        weighted = dy * op.Reshape(normalized, shape)
-    dx = view.back(op.Reshape(_standardized_grad(op, g, normalized, inv, [2]), shape))
-    return dx, _channel_sum(op, weighted, rank), _channel_sum(op, dy, rank)
+    op, view, number = node.op, _View(node), node.attribute("num_groups")
+    if op.opset < 21:
+        # Before, scale and bias have a value per group, not per channel.
+        return _part_gradients(node, number)
+    dy, x = view.of(node.grad(0)), view.x
+    groups, channels = _Parts(node, x, number), _Parts(node, x)
+    mean, inv = groups.statistics(node.attribute("epsilon"))
+    one = op.number(1.0, x)
+    g = dy * _on_channels(op, cast_like(op, node.input(1), x), view.rank)
+    ones = op.Expand(one, op.Shape(mean))
+    dx = op.BatchNormalizationGrad(groups.of(g), groups.x, ones, mean, inv, _outputs=3)[0]
+    # For scale and bias, each channel has the statistics of its group.
+    per_group = op.Concat([1], op.Div(op.Shape(x, start=1, end=2), [number]), axis=0)
+    mean, inv = (op.Reshape(op.Expand(op.Unsqueeze(v, [1]), per_group), [-1]) for v in (mean, inv))
+    ones = op.Expand(one, op.Shape(mean))
+    _, d_scale, d_bias = op.BatchNormalizationGrad(channels.of(dy), channels.x, ones, mean, inv, _outputs=3)
+    dx = view.back(op.Reshape(dx, op.shape_of(x), allowzero=1))
+    return dx, channels.total(d_scale), channels.total(d_bias)
 
 
 def _standardized_grad(

@@ -16,6 +16,7 @@ from onnx import TensorProto
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import DOMAIN, FLOATS, INTEGERS, Empty, Operand, Shape, operator
+from ortgrad.ops import _index_kernels
 from ortgrad.ops._types import narrowed, widened
 
 if TYPE_CHECKING:
@@ -244,6 +245,17 @@ def gather_nd_grad_body(
     op: Recorder, shape: ir.Value, indices: ir.Value, dy: ir.Value, *, batch_dims: int
 ) -> ir.Value:
     return scatter_back(op, dy, shape, lambda x: op.GatherND(x, indices, batch_dims=batch_dims))
+
+
+gather_grad.compiled(views=[1, 1, 3, 2], plan=_index_kernels.gather_plan)(_index_kernels.gather_grad_rows)
+gather_elements_grad.compiled(
+    views=[3, 1, 3, 1],
+    plan=_index_kernels.gather_elements_plan,
+    first=_index_kernels.gather_elements_grad_clear,
+)(_index_kernels.gather_elements_grad_part)
+gather_nd_grad.compiled(views=[1, 3, 3, 2], plan=_index_kernels.gather_nd_plan)(
+    _index_kernels.gather_nd_grad_rows
+)
 
 
 @gradient("Gather")

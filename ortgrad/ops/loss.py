@@ -13,7 +13,7 @@ from ortgrad.compiled.functions import SUMS, double, doubles, exp
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
 from ortgrad.ops._kernels import blockwise
-from ortgrad.ops._sums import groups_of
+from ortgrad.ops._sums import CHUNK, groups_of
 from ortgrad.ops._types import is_double, is_half
 
 if TYPE_CHECKING:
@@ -174,11 +174,14 @@ def loss_grad_labels(
 ) -> bool:
     """Check some labels, and add up their weights."""
     total = double(0.0)
-    for k in range(task * _LABELS, min((task + 1) * _LABELS, len(label))):
-        if not ignores or label[k] != ignored:
-            if label[k] < 0 or label[k] >= classes:
-                return True
-            total += double(weight[label[k]]) if len(weight) > 0 else double(1.0)
+    for first in range(task * _LABELS, min((task + 1) * _LABELS, len(label)), CHUNK):
+        part = double(0.0)
+        for k in range(first, min(first + CHUNK, len(label))):
+            if not ignores or label[k] != ignored:
+                if label[k] < 0 or label[k] >= classes:
+                    return True
+                part += double(weight[label[k]]) if len(weight) > 0 else double(1.0)
+        total += part
     sums[task] = total
     return False
 

@@ -212,6 +212,9 @@ class _Kernel(Entrances):
         compiled = self._native.operator.compiled_kernel
         if compiled is not None and isinstance(self._call, Call):
             dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
+            if any(dtypes[row.parameter] != "int64" for row in self._call.contract.rows if row.contents):
+                # Compiled code reads shapes, which belong to the key of a plan, as int64.
+                return
             try:
                 block = machine_code.block(compiled, dtypes)
             except RegistrationError as error:
