@@ -17,13 +17,27 @@ import numpy as np
 from serving import serve
 
 
-def session_runner(session, feeds, renamed):
-    """A call of a session, and the names of its outputs: `renamed` says which to fetch, and as what."""
+def session_runner(session, feeds, renamed, weights=()):
+    """A call of a session, and the names of its outputs: `renamed` says which to fetch, and as what.
+
+    As in a training loop, the weights are bound once, the inputs in every step. Gradients stay in memory of
+    the session, which the next step overwrites.
+    """
+    from onnxruntime import OrtValue
+
+    binding = session.io_binding()
     fed = {value.name: feeds[value.name] for value in session.get_inputs() if value.name in feeds}
-    fetched = list(renamed)
-    return lambda: session.run(fetched, fed), lambda raw: {
-        renamed[name]: value for name, value in zip(fetched, raw, strict=True)
-    }
+    for name in [name for name in fed if name in (weights or ())]:
+        binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(fed.pop(name)))
+    for name in renamed:
+        binding.bind_output(name)
+
+    def run():
+        for name, array in fed.items():
+            binding.bind_cpu_input(name, array)
+        session.run_with_iobinding(binding)
+
+    return run, lambda _: dict(zip(renamed.values(), binding.copy_outputs_to_cpu(), strict=True))
 
 
 @contextlib.contextmanager
@@ -70,7 +84,7 @@ def ortgrad_peer(kernels):
             weight = output.name.removesuffix("_grad")
             if weight != output.name and (request["weights"] is None or weight in request["weights"]):
                 names[output.name] = weight
-        return session_runner(session, feeds, names)
+        return session_runner(session, feeds, names, request["weights"])
 
     return load, build
 
@@ -98,7 +112,8 @@ def onnx_ad_peer():
         of = request["of"]
         names = {of: of, **{f"adj_{weight}": weight for weight in request["weights"]}}
         # The last axis counts the seeds.
-        run, named = session_runner(session, {**feeds, f"adj_{of}": np.ones(1, np.float32)}, names)
+        fed = {**feeds, f"adj_{of}": np.ones(1, np.float32)}
+        run, named = session_runner(session, fed, names, request["weights"])
         return run, lambda raw: {
             name: value if name == of else value[..., 0] for name, value in named(raw).items()
         }

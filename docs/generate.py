@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ortgrad.autodiff.definitions import all_definitions, all_reasons
 from ortgrad.autodiff.rules import all_rules
+from ortgrad.dialects.optimizers import optimizers
 from ortgrad.dialects.training import training_operators
 from ortgrad.operators.declaration import Attribute, Operator, all_operators
 
@@ -95,11 +96,13 @@ def operator_table() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "## Other operators of onnxruntime-training",
+        "## Other operators of onnxruntime-training, and optimizers",
         "",
         "`prepare` replaces these by standard ONNX operators.",
         "",
         ", ".join(f"`{name}`" for name in training_operators()),
+        "",
+        ", ".join(f"`{_qualified(*key)}`" for key in optimizers()),
     ]
     rules = all_rules()
     for title, keep in (

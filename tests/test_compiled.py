@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
-from test_malformed_calls import CASES, Case
+from test_malformed_calls import CASES, Case, cells
 
 import ortgrad
 from ortgrad import nodes
-from ortgrad.compiled import cache, functions, machine_code
+from ortgrad.compiled import cache, functions, layout, machine_code
 from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
+from ortgrad.fusion.kernel import fused_operator
+from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.operators.call import make_call
-from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
+from ortgrad.operators.compiled import CompiledKernel, Matrix, Plan, Product, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
+from ortgrad.runtime import c_api
 from ortgrad.runtime.evaluate import declared_shapes
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
@@ -96,6 +101,31 @@ def test_results_do_not_depend_on_threads(threads: int) -> None:
         ortgrad.InferenceSession(model, each, kernels="compiled").run(None, feeds)[0] for each in options
     )
     np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["GRU", "LSTM"])
+def test_recurrences_do_not_depend_on_threads(name: str) -> None:
+    sizes = {"n": 40, "t": 5, "i": 24, "h": 40}
+    results = []
+    for threads in (1, 2, 4):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        found = []
+        for operator in (f"{name}Training", f"{name}Grad"):
+            case = cells(operator, layout=0, direction="bidirectional", full=True, **sizes)
+            given = {n: a for n, a in case.arrays.items() if n not in ("SL", "P")}
+            builder = getattr(nodes, "_".join([name.lower(), operator.removeprefix(name).lower()]))
+            parameters = next(op for op in COMPILED if op.name == operator).inputs
+            names = [p.name if p.name in given else None for p in parameters]
+            # dP needs P.
+            wanted = [["dX", "dW", "dR", "dB", "dH0", "dC0", None]] if operator == "LSTMGrad" else []
+            node = builder(*names, *wanted, **case.attributes)
+            session = ortgrad.InferenceSession(nodes.make_model(node), options, kernels="compiled")
+            found += session.run(None, given)
+        results.append(found)
+    for other in results[1:]:
+        for one, value in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, value)
 
 
 def test_several_threads_run_one_session() -> None:
@@ -245,6 +275,110 @@ def test_exp(element: str) -> None:
 functions_exp = functions.exp
 
 
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_multiply_panel(element: str) -> None:
+    from numba import njit
+
+    from ortgrad.compiled import panels
+
+    multiply_panel, generator = panels.multiply_panel, np.random.default_rng(0)
+
+    @njit(error_model="numpy")
+    def multiply(sums, stride, left, left_stride, left_step, panel, terms, rows, add):  # type: ignore[no-untyped-def]
+        multiply_panel(sums, stride, left, left_stride, left_step, panel, terms, rows, add)
+
+    for rows in range(18):
+        for terms in (0, 1, 7):
+            panel = generator.standard_normal(terms * functions.PANEL + 1).astype(element)
+            left = generator.standard_normal(rows * terms + 1).astype(element)
+            before = generator.standard_normal(rows * functions.PANEL + 3).astype(element)
+            for strides in ((terms, 1), (1, rows)):
+                for add in (0, 1):
+                    sums, expected = before.copy(), before.copy()
+                    multiply(sums, functions.PANEL, left, *strides, panel, terms, rows, add)
+                    functions.multiply_panel(
+                        expected, functions.PANEL, left, *strides, panel, terms, rows, add
+                    )
+                    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operators_of_products_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    release = c_api._release_all
+
+    def counting(function: Callable[[int], None], operators: list[int]) -> None:
+        released.extend(operators)
+        release(function, operators)
+
+    monkeypatch.setattr(c_api, "_release_all", counting)
+    case = cells("GRUTraining", layout=0, direction="forward", full=False)
+    model = nodes.make_model(nodes.gru_training("X", "W", "R"))
+    for _ in range(3):
+        session = ortgrad.InferenceSession(model, kernels="compiled")
+        for _ in range(2):
+            session.run(None, case.arrays)
+        del session
+        gc.collect()
+    assert len(released) == 3 * len(layout.PRODUCT_KINDS)
+
+
+def test_products_of_ones_own(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("""
+import sys
+import numpy as np
+import ortgrad
+from ortgrad.operators.compiled import Matrix, Plan, Product
+
+
+def plan(a, b, c, d):
+    n, k, m = a[0], a[1], b[1]
+    right = Matrix("b", k, m, int(sys.argv[1]))
+    before = [Product(Matrix("product", n, m), Matrix("a", n, k), right)]
+    # (A B)^T C
+    after = [Product(Matrix("d", m, m), Matrix("product", n, m), Matrix("c", n, m), "left")]
+    return Plan(n, [a, b, c, d], scratch=[(n, m)], before=before, after=after)
+
+
+@ortgrad.operator(
+    "Products", domain="my.domain", inputs=["A", "B"], outputs=["C", "D"], dims={"A": "N K", "B": "K M"},
+    shapes=lambda a, b: [(a.shape[0], b.shape[1]), (b.shape[1], b.shape[1])],
+)
+def products(a, b):
+    # The compiled kernel should run.
+    return np.zeros((len(a), b.shape[1]), a.dtype), np.zeros((b.shape[1], b.shape[1]), a.dtype)
+
+
+@products.compiled(views=[2, 2, 2, 2], scratch=[2], plan=plan, products=True)
+def products_row(
+    row: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, product: np.ndarray
+) -> None:
+    for k in range(c.shape[1]):
+        c[row, k] = 2.0 * product[row, k]
+
+
+for dtype in ("float32", "float64"):
+    a, b = np.arange(6, dtype=dtype).reshape(2, 3), np.arange(12, dtype=dtype).reshape(3, 4)
+    node = ortgrad.nodes.products("A", "B")
+    model = ortgrad.nodes.make_model(node, dtype=dtype, shapes={"A": ["N", "K"], "B": ["K", "M"]})
+    session = ortgrad.InferenceSession(model, kernels="compiled")
+    try:
+        c, d = session.run(None, {"A": a, "B": b})
+    except ortgrad.KernelError as error:
+        print("cannot be computed" in str(error))
+    else:
+        np.testing.assert_array_equal(c, 2 * (a @ b))
+        np.testing.assert_array_equal(d, (a @ b).T @ (2 * (a @ b)))
+        print(dtype)
+""")
+    for start, expected in (("0", "float32\nfloat64\n"), ("1", "True\nTrue\n")):
+        done = subprocess.run(
+            [sys.executable, str(script), start], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == expected
+
+
 @pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
 def test_numbers_of_a_kernel_are_attributes_or_planned(operator: Operator) -> None:
     kernel = operator.compiled_kernel
@@ -263,6 +397,18 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
         CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
 
 
+def compute_products(products: Sequence[Product], tensors: Mapping[str, np.ndarray]) -> None:
+    """What onnxruntime computes before and after the tasks."""
+
+    def matrix(of: Matrix) -> np.ndarray:
+        part = tensors[of.tensor].reshape(-1)[of.start : of.start + of.rows * of.columns]
+        return part.reshape(of.rows, of.columns)
+
+    for into, left, right, transposed in products:
+        a, b = matrix(left), matrix(right)
+        matrix(into)[...] = (a.T if transposed == "left" else a) @ (b.T if transposed == "right" else b)
+
+
 @functools.cache
 def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
     """The functions of a compiled kernel with checks of all indices."""
@@ -275,8 +421,11 @@ def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
     return [compiler.compile_function(f, source.element, flags, checked=True) for f in source.phases]
 
 
-def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
-    """The outputs of a compiled kernel whose functions check every index; run task by task from Python."""
+def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
+    """The outputs of a compiled kernel whose functions check every index; run task by task from Python.
+
+    None if the kernel does not support the case.
+    """
     kernel = operator.compiled_kernel
     assert kernel is not None
     given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
@@ -290,7 +439,8 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
     if kernel.plan is not None:
         known = [None if array is None else array.shape for array in given]
         planned = kernel.plan(*known, *shapes, **call.attributes)
-    assert planned is not None
+    if planned is None:
+        return None
     dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
     types = [dtype if slot.type in operator.types else np.dtype(slot.type) for slot in operator.outputs]
     outputs = [
@@ -316,26 +466,93 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray]:
     tensors = [array.view(np.uint8) if array.dtype == bool else array for array in (*feed, *outputs)]
     views = [array.reshape(shape) for array, shape in zip(tensors, planned.views, strict=True)]
     scratch = [np.full(shape, np.nan, dtype) for shape in planned.scratch]
+    named = dict(zip(kernel.names, (*views, *scratch), strict=True))
+    compute_products(planned.before, named)
     counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
     for function, count in zip(phases, counts, strict=True):
         for task in range(count):
             assert not function(task, *views, *scratch, *values)
+    compute_products(planned.after, named)
     return outputs
+
+
+def recurrent_cases(name: str) -> Iterator[Case]:
+    """Calls without lengths and peepholes, with more columns than a panel and more rows than a task has."""
+    sizes = {"n": 19, "t": 3, "i": 35, "h": 34}
+    for order, direction in ((0, "forward"), (1, "bidirectional"), (0, "reverse"), (0, "bidirectional")):
+        case = cells(name, layout=order, direction=direction, full=True, **sizes)
+        given = {name: array for name, array in case.arrays.items() if name not in ("SL", "P")}
+        # dP needs P.
+        outputs = ("dX", "dW", "dR", "dB", "dH0", "dC0") if name == "LSTMGrad" else ()
+        for linear in (0, 1) if name.startswith("GRU") else (0,):
+            own = {"linear_before_reset": linear} if name.startswith("GRU") else {}
+            yield replace(case, arrays=given, attributes=case.attributes | own, outputs=outputs)
 
 
 @pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
 def test_no_kernel_reads_or_writes_outside_its_tensors(operator: Operator) -> None:
     """Numba's checks raise an IndexError; a result that was not written is NaN."""
     cases = [case for case in CASES if case.op_type == operator.name]
-    assert cases
+    if operator.name.startswith(("GRU", "LSTM")):
+        cases += recurrent_cases(operator.name)
+    supported = 0
     for case in cases:
         outputs = checked_tasks(operator, case)
+        if outputs is None:
+            continue
+        supported += 1
         given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
-        results = operator(*given, **case.attributes)
+        wanted = [not case.outputs or parameter.name in case.outputs for parameter in operator.outputs]
+        attributes = operator.with_defaults(case.attributes)
+        results = operator.compute(given, attributes, wanted, lambda i, shape: np.empty(shape, np.float32))
         expected = results if isinstance(results, tuple) else (results,)
         for actual, right in zip(outputs, expected, strict=True):
             if actual.size:
-                np.testing.assert_allclose(actual, right, rtol=2e-5, atol=1e-5, err_msg=case.name)
+                # Terms of a sum may cancel.
+                atol = 1e-6 * max(10.0, float(np.abs(right).max()))
+                np.testing.assert_allclose(actual, right, rtol=2e-5, atol=atol, err_msg=case.name)
+    assert supported
+
+
+FUSED = [
+    Program(
+        (Operand("float", True), Operand("float", True), Operand("bool", True), Operand("float", False)),
+        (Step("Add", (0, 1)), Step("Where", (2, 4, Constant(0.3))), Step("Mul", (5, 3)), Step("Erf", (6,))),
+        (7, 4),
+    ),
+    Program(
+        (Operand("float", True), Operand("float", False), Operand("bool", False)),
+        (Step("Mul", (0, 1)), Step("Where", (2, 3, 0)), Step("ReluGrad", (4, 3))),
+        (3, 4, 5),
+    ),
+]
+SHAPES = {
+    "flat": [(9000,), (9000,), (9000,), (1,)],
+    "rows": [(3, 7, 5), (5,), (3, 7, 5), (7, 1)],
+    "channels": [(2, 3, 4, 5), (2, 3, 4, 5), (4, 5), (3, 1, 1)],
+    "both": [(2, 3, 5), (2, 1, 5), (3, 5), (2, 1, 1)],
+    "ones": [(2, 3, 1), (2, 3, 1), (3, 1), (3, 1)],
+    "one": [(1,), (), (1,), ()],
+    "empty": [(2, 0, 5), (5,), (2, 0, 5), ()],
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("program", FUSED, ids=["rows", "ones"])
+def test_no_fused_kernel_reads_or_writes_outside_its_tensors(
+    program: Program, shapes: list[tuple[int, ...]]
+) -> None:
+    operator = fused_operator(program, tuple("abcd"[: len(program.steps)]), "float32")
+    generator = np.random.default_rng(0)
+    chosen = iter(shapes) if len(program.operands) == 4 else iter([shapes[0], shapes[3], shapes[3]])
+    arrays = {
+        parameter.name: (generator.standard_normal(next(chosen)) * 2).astype(parameter.type)
+        for parameter in operator.inputs
+    }
+    attributes = {**program.to_attributes(), "nodes": list("abcd"[: len(program.steps)])}
+    outputs = checked_tasks(operator, Case(operator.name, arrays, attributes))
+    for actual, right in zip(outputs, operator(*arrays.values(), **attributes), strict=True):
+        np.testing.assert_allclose(actual, right, rtol=2e-5, atol=1e-5)
 
 
 def test_plans() -> None:
@@ -408,13 +625,24 @@ except ortgrad.KernelError as error:
     assert done.stdout == "True\n"
 
 
+def test_a_compiler_that_fails_in_any_way_is_a_failing_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(kernel: CompiledKernel, dtypes: Sequence[str]) -> int:
+        raise AttributeError("no such instruction")
+
+    monkeypatch.setattr(machine_code, "block", fails)
+    with pytest.raises(ortgrad.KernelError, match="AttributeError: no such instruction"):
+        relu_session().run(None, arrays(3))
+
+
 def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:
-    shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, 3, 3]}
-    node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[1, 1, 1, 1])
-    both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
-    kept = {
-        kernels: {n.op_type for n in ortgrad.prepare(both, kernels=kernels).graph.node}
-        for kernels in ("auto", "compiled")
-    }
-    assert "ReluGrad" in kept["auto"] & kept["compiled"]
-    assert "ConvGrad" in kept["compiled"] - kept["auto"]
+    kept = {}
+    for size in (3, 1):
+        shapes = {"dY": ["N", 2, 5, 5], "X": ["N", 3, 5, 5], "W": [2, 3, size, size]}
+        node = nodes.conv_grad("dY", "X", "W", ["dX", "dW", None], pads=[size // 2] * 4)
+        both = nodes.make_model([node, nodes.relu_grad("dY", "Y", "Z")], shapes=shapes)
+        for kernels in ("auto", "compiled"):
+            prepared = ortgrad.prepare(both, kernels=kernels)
+            kept[kernels, size] = {n.op_type for n in prepared.graph.node}
+    assert all("ReluGrad" in names for names in kept.values())
+    assert "ConvGrad" in kept["auto", 3] & kept["compiled", 3] & kept["compiled", 1]
+    assert "ConvGrad" not in kept["auto", 1]

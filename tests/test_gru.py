@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 from recurrent_support import FUNCTIONS
-from support import assert_close, directional_derivative, run_node, symbolic_shapes
+from support import KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
 
 import ortgrad
 from ortgrad import nodes
@@ -132,6 +132,22 @@ CASES = [
     Case("no-bias-linear", linear_before_reset=1, absent=("B", "dHFinal")),
     Case("no-bias-clip", linear_before_reset=1, absent=("B", "dHFinal"), clip=0.6, direction="reverse"),
     Case("no-gradient", absent=("dHAll", "dHFinal")),
+    *(
+        # More columns than a panel of the compiled kernel has, and more rows than one of its tasks.
+        Case(
+            f"large-{direction}-{linear}-{layout}",
+            steps=3,
+            batch=23,
+            inputs=7,
+            hidden=hidden,
+            direction=direction,
+            linear_before_reset=linear,
+            layout=layout,
+        )
+        for linear in (0, 1)
+        for direction, layout, hidden in (("forward", 1, 33), ("reverse", 0, 64), ("bidirectional", 0, 45))
+    ),
+    Case("batch-first-plain", layout=1, direction="bidirectional", linear_before_reset=1),
     Case("one-step-one-row", steps=1, batch=1, direction="bidirectional"),
     Case("ones", steps=1, batch=1, inputs=1, hidden=1),
     Case("long", steps=30, batch=2, inputs=3, hidden=4, lengths=(30, 17)),
@@ -164,9 +180,7 @@ CASES = [
     ),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# There is no compiled kernel.
-WAYS = ("python", "onnx")
-kernels_ = pytest.mark.parametrize("kernels", WAYS)
+kernels_ = pytest.mark.parametrize("kernels", KERNELS)
 dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 both = pytest.mark.parametrize("linear_before_reset", [0, 1])
 
@@ -418,7 +432,7 @@ def any_case(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.parametrize("kernels", WAYS)
+@pytest.mark.parametrize("kernels", KERNELS)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(case=any_case())
 def test_gradient_for_any_shape(case: Case, kernels: str) -> None:

@@ -14,6 +14,7 @@ LAYERS = [
     "progress",
     "operators",
     "compiled",
+    "fusion",
     "graph",
     "autodiff",
     "ops",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -209,3 +210,54 @@ def test_the_body_refuses_labels_that_are_out_of_range(label: int, weighted: boo
 def test_the_reduction_is_one_of_three() -> None:
     with pytest.raises(NodeError, match="it must be one of mean, sum, none"):
         ortgrad.nodes.softmax_cross_entropy_loss_grad("dY", "log_prob", "label", reduction="max")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("shape", [(4, 3), (3, 5, 2), (2, 3, 2, 4)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("ignore", [None, 1])
+def test_the_loss_in_a_session(
+    reduction: str, shape: tuple[int, ...], ignore: int | None, kernels: str
+) -> None:
+    """A session writes SoftmaxCrossEntropyLoss in other operators than onnxruntime."""
+    sizes = ", ".join(["N", *map(str, shape[1:])])
+    places = ", ".join(["N", *map(str, shape[2:])])
+    attribute = "" if ignore is None else f", ignore_index = {ignore}"
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[{sizes}] x, int64[{places}] label) => (loss, log_prob) {{
+            loss, log_prob = SoftmaxCrossEntropyLoss <reduction = "{reduction}"{attribute}> (x, label)
+        }}""")
+    built = ortgrad.build_gradient_model(model, wrt="x", of="loss")
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).requires_grad_()
+    label = rng.integers(0, shape[1], shape[:1] + shape[2:])
+    label.reshape(-1)[:1] = 0
+    expected = loss_of(x, label, None, reduction, ignore)
+    expected.sum().backward()
+    feeds = {"x": x.detach().numpy(), "label": label}
+    if reduction == "none":
+        feeds["loss_grad"] = np.ones(label.shape, np.float32)
+    session = ortgrad.InferenceSession(built, kernels=kernels)
+    assert [value.name for value in session.get_outputs()] == ["loss", "log_prob", "x_grad"]
+    loss, log_prob, dx = session.run(None, feeds)
+    assert_close(log_prob, torch.log_softmax(x.detach(), 1).numpy(), 2e-6)
+    assert_close(loss, expected.detach().numpy(), 2e-6)
+    assert x.grad is not None
+    assert_close(dx, x.grad.numpy(), 2e-6)
+
+
+def test_a_loss_whose_other_outputs_are_absent() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2, 3] x, int64[2] label) => (loss) {
+            y = Relu(x)
+            loss = SoftmaxCrossEntropyLoss(y, label)
+        }""")
+    built = ortgrad.build_gradient_model(model, wrt="x", of="loss")
+    x = np.float32([[1, 2, 3], [3, 1, 1]])
+    loss, dx = ortgrad.InferenceSession(built).run(None, {"x": x, "label": np.array([0, 2])})
+    given = torch.from_numpy(x).requires_grad_()
+    expected = torch.nn.functional.cross_entropy(given, torch.tensor([0, 2]))
+    expected.backward()
+    assert_close(loss, expected.detach().numpy(), 2e-6)
+    assert given.grad is not None
+    assert_close(dx, given.grad.numpy(), 2e-6)

@@ -22,7 +22,7 @@ from recurrent_support import (
     run_module,
     torch_module,
 )
-from support import assert_close, directional_derivative, run_node, symbolic_shapes
+from support import KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
 
 import ortgrad
 from ortgrad import nodes
@@ -65,6 +65,23 @@ CASES = [
     lstm("only-final-state", absent=("dY", "dY_c"), direction="reverse"),
     lstm("only-final-cell", absent=("dY", "dY_h"), lengths=(0, 3, 4)),
     lstm("no-gradient", absent=("dY", "dY_h", "dY_c")),
+    lstm("no-gradient-plain", absent=("dY", "dY_h", "dY_c", "P")),
+    lstm("only-final-plain", absent=("dY", "H0", "P"), direction="bidirectional"),
+    *(
+        # More columns than a panel of the compiled kernel has, and more rows than one of its tasks.
+        lstm(
+            f"large-{direction}-{layout}",
+            steps=3,
+            batch=23,
+            inputs=7,
+            hidden=hidden,
+            direction=direction,
+            layout=layout,
+            **PLAIN,
+        )
+        for direction, layout, hidden in (("forward", 1, 33), ("reverse", 0, 64), ("bidirectional", 0, 45))
+    ),
+    lstm("batch-first-plain", layout=1, direction="bidirectional", **PLAIN),
     lstm("one-step-one-row", steps=1, batch=1, direction="bidirectional"),
     lstm("ones", steps=1, batch=1, inputs=1, hidden=1),
     lstm("long", steps=30, batch=2, inputs=3, hidden=4, lengths=(30, 17), **PLAIN),
@@ -90,9 +107,7 @@ CASES = [
     ),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# There is no compiled kernel.
-WAYS = ("python", "onnx")
-kernels_ = pytest.mark.parametrize("kernels", WAYS)
+kernels_ = pytest.mark.parametrize("kernels", KERNELS)
 dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
@@ -163,17 +178,22 @@ def test_forward_is_onnxruntimes(case: Case) -> None:
 
 
 @cases
-def test_forward_is_the_plain_one(case: Case) -> None:
+@pytest.mark.parametrize("kernels", ["onnx", "compiled"])
+def test_forward_is_the_plain_one(case: Case, kernels: str) -> None:
     feeds = case.feeds(np.float64)
     expected = plain(case, {n: torch.tensor(a) for n, a in feeds.items()})
-    actual = forward(case, feeds, "onnx")
+    actual = forward(case, feeds, kernels)
     for name, value in zip(("HAll", "HFinal", "CFinal"), expected.values(), strict=True):
         assert_close(actual[name], value.numpy(), 1e-12)
 
 
 @cases
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("python", np.float64), ("onnx", np.float32), ("onnx", np.float64)]
+    ("kernels", "dtype"),
+    [
+        ("python", np.float64),
+        *((kernels, dtype) for kernels in ("onnx", "compiled") for dtype in (np.float32, np.float64)),
+    ],
 )
 def test_gradient_is_autograds(case: Case, kernels: str, dtype: Any) -> None:
     check(case, dtype, kernels)
@@ -238,7 +258,7 @@ def any_case(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.parametrize("kernels", WAYS)
+@pytest.mark.parametrize("kernels", KERNELS)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(case=any_case())
 def test_gradient_for_any_shape(case: Case, kernels: str) -> None:
@@ -444,3 +464,26 @@ def test_wrong_attributes(attributes: dict[str, Any], text: str, kernels: str) -
         )
         run_node(node, feeds, kernels)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "hidden", "lengths", "compiled"),
+    [
+        (["T", "N", 3], 4, False, True),
+        ([20, 1, 3], 256, False, True),
+        # R would be copied to be multiplied once.
+        ([1, 1, 3], 256, False, False),
+        ([1, 1, 3], 16, False, True),
+        # The compiled kernel does not support lengths.
+        (["T", "N", 3], 4, True, False),
+    ],
+    ids=str,
+)
+def test_auto(x: list[int | str], hidden: int, lengths: bool, compiled: bool) -> None:
+    pytest.importorskip("numba", reason="without Numba no kernel is compiled")
+    shapes = {"X": x, "W": [1, 4 * hidden, 3], "R": [1, 4 * hidden, hidden]}
+    shapes |= {"SL": [x[1]]} if lengths else {}
+    names = ["X", "W", "R", None, "SL" if lengths else None]
+    model = nodes.make_model(nodes.lstm_training(*names, hidden_size=hidden), shapes=shapes)
+    found = {node.op_type for node in ortgrad.prepare(model, kernels="auto").graph.node}
+    assert ("LSTMTraining" in found) == compiled

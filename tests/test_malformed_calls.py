@@ -387,9 +387,19 @@ def windowed() -> Iterator[Case]:
     yield Case("MaxPoolGrad", {"dY": numbers(*y), "Indices": indices, "X_shape": shape})
 
 
-def cells(op_type: str, *, layout: int, direction: str, full: bool, outputs: tuple[str, ...] = ()) -> Case:
-    gates = 3 if op_type.startswith("GRU") else 4
-    d, t, n, i, h = 2 if direction == "bidirectional" else 1, 4, 3, 5, 2
+def cells(
+    op_type: str,
+    *,
+    layout: int,
+    direction: str,
+    full: bool,
+    outputs: tuple[str, ...] = (),
+    t: int = 4,
+    n: int = 3,
+    i: int = 5,
+    h: int = 2,
+) -> Case:
+    gates, d = 3 if op_type.startswith("GRU") else 4, 2 if direction == "bidirectional" else 1
     all_, last = ((n, t, d), (n, d)) if layout else ((t, d, n), (d, n))
     arrays = {
         "X": numbers(n, t, i) if layout else numbers(t, n, i),

@@ -322,11 +322,41 @@ def test_a_loss_with_one_element_and_dimensions() -> None:
     assert_close(grads["w"], 3 * 2 / 4 * X.T @ (X @ W), 1e-6)
 
 
-def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        (LINEAR, r"\['N', 2\]"),
+        (
+            "g (float[N, 3] x) => (float[N] y) { a = MatMul(x, w) y = ReduceSum<keepdims = 0>(a, one) }",
+            r"\['N'\]",
+        ),
+    ],
+)
+def test_a_loss_that_is_not_a_scalar_is_refused(text: str, shape: str) -> None:
     block = Training(lambda name: onnxblock.loss.MSELoss(reduction="none")(name))
     block.requires_grad("w")
-    with onnxblock.base(parse(LINEAR, w=W)), pytest.raises(RuntimeError, match=r"not a scalar.*'N', 2"):
+    model = parse(text, w=W, one=np.array([1]))
+    with onnxblock.base(model), pytest.raises(RuntimeError, match=f"not a scalar.*{shape}"):
         block("y")
+
+
+def test_the_size_of_a_loss_of_unknown_shape_is_checked_in_a_run() -> None:
+    text = "g (float[N, 3] x, int64[r] shape) => (float[N, 2] y) { y = MatMul(x, w) z = Reshape(y, shape) }"
+
+    def build(name: str) -> Any:
+        return blocks.Mul()("z", "z")
+
+    for rows, fits in ((1, True), (2, False)):
+        block = Training(build)
+        block.requires_grad("w")
+        feeds = {"x": X[:rows], "w": W[:, :1], "shape": np.array([rows, 1, 1])}
+        model = parse(text.replace("2] y", "1] y"), w=W[:, :1])
+        if fits:
+            _, grads = gradients(block, model, feeds)
+            assert_close(grads["w"], 2 * X[:1].T @ (X[:1] @ W[:, :1]), 1e-6)
+        else:
+            with pytest.raises(Exception, match=r"(?i)reshape"):
+                gradients(block, model, feeds)
 
 
 def test_inputs_and_outputs_of_the_models() -> None:
@@ -509,7 +539,9 @@ def test_parameters_of_another_shape_or_type_are_refused(tmp_path: Path, other: 
     np.testing.assert_array_equal(onnx.numpy_helper.to_array(model.graph.initializer[0]), [1, 1])
 
 
-@pytest.mark.parametrize("module", [blocks, checkpoint_utils, model_accessor, models])
+@pytest.mark.parametrize(
+    "module", [blocks, checkpoint_utils, model_accessor, models, onnxblock.loss, onnxblock.optim]
+)
 def test_examples(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted and not results.failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import ortgrad
+from ortgrad.runtime import runs
+from ortgrad.runtime.bindings import size_of
 
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
 BAD = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1])}
@@ -278,3 +281,58 @@ def test_registering_the_library_twice_is_explained() -> None:
     options.register_custom_ops_library(ortgrad.get_library_path())
     with pytest.raises(ortgrad.ModelError, match="registered twice"):
         ortgrad.InferenceSession(chain_model(), options, kernels="python")
+
+
+def test_quick_runs_need_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of a size that was quick before are; whatever else is given may take long."""
+    elsewhere: list[str] = []
+    monkeypatch.setattr(
+        runs, "call_elsewhere", lambda function, stop: (elsewhere.append("run"), function())[1]
+    )
+
+    def count(size: int, way: Callable[[ortgrad.InferenceSession, dict], np.ndarray]) -> int:
+        feeds = {"dY": np.ones(size, np.float32), "X": np.ones(size, np.float32)}
+        elsewhere.clear()
+        np.testing.assert_array_equal(way(made, feeds), np.full(size, 2, np.float32))
+        return len(elsewhere)
+
+    for way in (run_plain, run_ort_values, run_binding, run_ort_value_binding):
+        made = session()
+        assert [count(size, way) for size in (10, 10, 5, 11, 11, 10)] == [1, 0, 0, 1, 0, 0], way.__name__
+
+
+def run_ort_value_binding(made: ortgrad.InferenceSession, feeds: dict) -> np.ndarray:
+    binding = made.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
+    binding.bind_output("Z")
+    made.run_with_iobinding(binding)
+    return binding.copy_outputs_to_cpu()[0]
+
+
+def test_a_binding_counts_what_is_bound_at_last() -> None:
+    binding = session().io_binding()
+    assert binding.fed_bytes == 0
+    binding.bind_cpu_input("dY", np.ones(3, np.float32))
+    binding.bind_cpu_input("dY", np.ones(5, np.float32))
+    binding.bind_ortvalue_input("X", onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(2, np.float32)))
+    assert binding.fed_bytes == 28
+    memory = np.ones(4, np.float32)
+    binding.bind_input("X", "cpu", 0, np.float32, [4], memory.ctypes.data)
+    assert binding.fed_bytes == 36
+    # An element type by its number in ONNX.
+    binding.bind_input("X", "cpu", 0, TensorProto.FLOAT, [4], memory.ctypes.data)
+    assert binding.fed_bytes is not None and binding.fed_bytes >= 36
+    binding.clear_binding_inputs()
+    assert binding.fed_bytes == 0
+
+
+def test_a_sequence_that_is_fed_has_no_size() -> None:
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(3, np.float32))
+    assert size_of([value, value]) == 24
+
+    class Sequence:
+        def is_tensor(self) -> bool:
+            return False
+
+    assert size_of([value, Sequence()]) is None

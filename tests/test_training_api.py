@@ -133,6 +133,22 @@ def test_artifacts_of_onnxruntime_training(
         assert_close(parameter.data, expected[f"param_{name}"], 1e-4)
 
 
+def test_batch_normalization_of_onnxruntime_training() -> None:
+    """Its artifacts with frozen statistics, updated in place; the gradients of two batches add up."""
+    folder = GOLDEN / "batch_norm"
+    expected = np.load(folder / "expected.npz")
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state)
+    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    for step, loss in enumerate(expected["L"]):
+        assert module(expected[f"x{step}"], expected[f"t{step}"]) == pytest.approx(loss, rel=1e-5)
+        if step % 2:
+            optimizer.step()
+            module.lazy_reset_grad()
+    for name, parameter in state.parameters:
+        assert_close(parameter.data, expected[f"p_{name}"], 1e-5)
+
+
 def test_gradients_add_up_until_they_are_reset(folder: Path) -> None:
     state, module = load(folder)
     for resets in (False, False, True, False):
@@ -277,6 +293,24 @@ def test_arrays_and_ort_values(folder: Path) -> None:
             assert np.array_equal(a, b.numpy()) and np.array_equal(a, c)
         turned = np.asfortranarray(x)
         assert np.array_equal(module(turned, labels)[0], by_array[0])
+
+
+def test_names_that_end_like_gradients_in_evaluation(tmp_path: Path) -> None:
+    """Such inputs of a training model are buffers; in an evaluation model they are the user's."""
+    artifacts.generate_artifacts(
+        mlp(), requires_grad=["w1"], loss=artifacts.LossType.CrossEntropyLoss, artifact_directory=tmp_path
+    )
+    model = onnx.load(tmp_path / "eval_model.onnx")
+    for value in model.graph.input:
+        if value.name == "x":
+            value.name = "x_grad"
+    for node in model.graph.node:
+        node.input[:] = ["x_grad" if name == "x" else name for name in node.input]
+    onnx.save(model, tmp_path / "eval_model.onnx")
+    _, module = load(tmp_path)
+    expected = module(*batch())
+    assert module.eval().input_names() == ["x_grad", "labels"]
+    assert module(*batch()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_modes_and_names(folder: Path) -> None:
@@ -973,6 +1007,30 @@ def test_export_of_what_is_not_there(folder: Path, tmp_path: Path) -> None:
 
 
 # Interruptions
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
+def test_ctrl_c_does_not_tear_a_file(tmp_path: Path) -> None:
+    """Saving goes on until the file is complete; then KeyboardInterrupt is raised."""
+    path, value = tmp_path / "c", np.zeros(3_000_000, np.float32)
+    interrupted, last = 0, 0.0
+    for i in range(12):
+        value[...] = i
+        timer = threading.Timer(0.001 * i, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            checkpoint.save(checkpoint.Checkpoint(trainable={"w": value}), path)
+            timer.join()
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        if path.exists():
+            found = checkpoint.load(path).trainable["w"]
+            assert (found == found[0]).all() and found[0] in (i, last)
+            last = float(found[0])
+        assert [name for name in os.listdir(tmp_path) if name != "c"] == []
+    assert interrupted
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -11,7 +12,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 
-from ortgrad.compiled import entry, instructions, processor
+from ortgrad.compiled import entry, instructions, panels, processor, products, rows
 from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.source import Function, Source
@@ -20,7 +21,7 @@ from ortgrad.errors import RegistrationError
 _WORD = types.int64
 # Results with NaN and infinities must be those of the NumPy kernels, so only these liberties are allowed:
 # to fuse multiplications and additions, and, in sums, to add in another order.
-_FUSE, _REORDER = {"contract"}, {"contract", "reassoc", "nsz"}
+_FUSE, _REORDER = frozenset({"contract"}), frozenset({"contract", "reassoc", "nsz"})
 
 
 def compile_entry(name: str) -> bytes:
@@ -51,26 +52,40 @@ def python_block(source: Source) -> Callable[..., Any]:
     return _execute(source.block, "block", names)
 
 
-def compile_function(function: Function, element: str, flags: set[str], *, checked: bool = False) -> Any:
+def compile_function(function: Function, element: str, flags: Set[str], *, checked: bool = False) -> Any:
     """Return the function, with those that it calls, for Numba; with `checked`, indices are checked."""
+    return _compile_function(function, element, frozenset(flags), checked)
+
+
+@functools.cache
+def _compile_function(function: Function, element: str, flags: frozenset[str], checked: bool) -> Any:
     real = np.dtype(element).type
     names: dict[str, Any] = {
         name: tuple(map(real, value)) if isinstance(value, tuple) else value
         for name, value in function.numbers
     }
     names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
+    for module in (panels, products, rows):
+        for name in module.NAMES:
+            # Instructions address memory themselves; only in Python can their indices be checked.
+            plain = njit(boundscheck=True)(PRIMITIVES[name]) if checked else None
+            names[name] = plain or getattr(module, name)
+    if checked:
+        names.update({name: njit(boundscheck=True)(PRIMITIVES[name]) for name in ("fetch", "put")})
     names.update(
         Element=getattr(numba, element),
         allocate=instructions.allocator(element),
         allocate_integers=instructions.allocator("int64"),
     )
     for name, called in function.functions:
-        names[name] = compile_function(called, element, _FUSE if called.exact else flags, checked=checked)
+        names[name] = _compile_function(called, element, _FUSE if called.exact else flags, checked)
     python = _execute(function.text, "function", names)
-    return njit(error_model="numpy", fastmath=flags, boundscheck=checked, forceinline=not checked)(python)
+    return njit(error_model="numpy", fastmath=set(flags), boundscheck=checked, forceinline=not checked)(
+        python
+    )
 
 
-def _flags(source: Source) -> set[str]:
+def _flags(source: Source) -> frozenset[str]:
     return _REORDER if source.reorders else _FUSE
 
 
@@ -80,9 +95,9 @@ def _execute(text: str, name: str, names: Mapping[str, Any]) -> Any:
     return variables[name]
 
 
-def _object_code(function: Callable[..., Any], signature: Any, flags: set[str]) -> bytes:
+def _object_code(function: Callable[..., Any], signature: Any, flags: Set[str]) -> bytes:
     try:
-        compiled = cfunc(signature, error_model="numpy", fastmath=flags)(function)
+        compiled = cfunc(signature, error_model="numpy", fastmath=set(flags))(function)
     except NumbaError as error:
         raise RegistrationError(f"Numba cannot compile the kernel: {error}") from error
     module = llvm.parse_assembly(compiled.inspect_llvm())

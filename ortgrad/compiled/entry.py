@@ -1,8 +1,9 @@
 """The compiled function that onnxruntime calls for every node (KernelComputeV2). Numba compiles this module.
 
 It reads the shapes of the inputs, looks for the plan that was made for them, allocates the outputs and
-performs the blocks of the plan, on onnxruntime's threads if there are several. Whatever is out of the
-ordinary is left to the Python function of the kernel: shapes without a plan, a failing task, an error.
+performs the blocks of the plan, on onnxruntime's threads if there are several; onnxruntime's own Gemm
+computes the plan's products before and after. Whatever is out of the ordinary is left to the Python function
+of the kernel: shapes without a plan, a failing task, an error.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from numba import njit
 
 from ortgrad.compiled import layout
-from ortgrad.compiled.instructions import call2, call3, call5, free, load, malloc, stack, store
+from ortgrad.compiled.instructions import call2, call3, call5, call6, call7, free, load, malloc, stack, store
 
 # Places in OrtApi.
 _DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
-_RELEASE_STATUS, _RELEASE_INFO, _PARALLEL_FOR = 8 * 93, 8 * 99, 8 * 274
+_RELEASE_STATUS, _RELEASE_VALUE, _RELEASE_INFO = 8 * 93, 8 * 96, 8 * 99
+_TENSOR_OF_MEMORY, _INVOKE, _PARALLEL_FOR = 8 * 49, 8 * 214, 8 * 274
 
 _API, _PYTHON, _OBJECT, _BLOCK = (
     8 * place for place in (layout.STATE_API, layout.STATE_PYTHON, layout.STATE_OBJECT, layout.STATE_BLOCK)
@@ -23,6 +25,9 @@ _INPUTS, _OUTPUTS, _CONTENTS, _PLANS = (
     8 * place
     for place in (layout.STATE_INPUTS, layout.STATE_OUTPUTS, layout.STATE_CONTENTS, layout.STATE_PLANS)
 )
+_ELEMENT, _MEMORY, _PRODUCTS_OF_STATE = (
+    8 * place for place in (layout.STATE_ELEMENT, layout.STATE_MEMORY, layout.STATE_PRODUCTS)
+)
 _PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
     8 * place for place in (layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_FIELDS)
 )
@@ -30,10 +35,20 @@ _TENSORS, _PHASE, _FAILED = 8 * layout.TENSORS, 8 * layout.CALL_PHASE, 8 * layou
 _PHASES, _SCRATCH_COUNT, _SCRATCH_BYTES, _PHASE_FIELDS = (
     8 * place for place in (layout.PHASES, layout.SCRATCH_COUNT, layout.SCRATCH_BYTES, layout.PHASE_FIELDS)
 )
+_PRODUCTS, _PRODUCTS_BEFORE, _PRODUCTS_AFTER, _PRODUCT_SIZE, _MATRICES, _MATRIX_SIZE = (
+    8 * place
+    for place in (
+        *(layout.PRODUCTS, layout.PRODUCTS_BEFORE, layout.PRODUCTS_AFTER),
+        *(layout.PRODUCT_SIZE, layout.PRODUCT_MATRICES, layout.MATRIX_SIZE),
+    )
+)
+_START, _BYTES, _SHAPE = (
+    8 * place for place in (layout.MATRIX_START, layout.MATRIX_BYTES, layout.MATRIX_SHAPE)
+)
 _MOST_DIMENSIONS, _MOST_CONTENTS = layout.MOST_DIMENSIONS, layout.MOST_CONTENTS
 _key_fields = stack(layout.KEY_SIZE)
 _call_fields = stack(layout.TENSORS + layout.MOST_TENSORS)
-_answers = stack(2)
+_answers = stack(3)
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -94,6 +109,26 @@ def _find_plan(state: int, key: int, length: int) -> int:
 
 
 @njit(error_model="numpy", forceinline=True)
+def _multiply(state: int, context: int, call: int, product: int, answers: int) -> bool:
+    """Let onnxruntime compute a product; return whether that succeeded."""
+    api, made, failed = load(state + _API), 0, False
+    while made < 3 and not failed:
+        matrix = product + _MATRICES + made * _MATRIX_SIZE
+        data = load(call + _TENSORS + 8 * load(matrix)) + load(matrix + _START)
+        create, memory, size = load(api + _TENSOR_OF_MEMORY), load(state + _MEMORY), load(matrix + _BYTES)
+        element, value = load(state + _ELEMENT), answers + 8 * made
+        failed = _fails(api, call7(create, memory, data, size, matrix + _SHAPE, 2, element, value))
+        made += 0 if failed else 1
+    if not failed:
+        operator = load(state + _PRODUCTS_OF_STATE + 8 * load(product))
+        # The result is the last matrix.
+        failed = _fails(api, call6(load(api + _INVOKE), context, operator, answers, 2, answers + 16, 1))
+    for i in range(made):
+        call2(load(api + _RELEASE_VALUE), load(answers + 8 * i), 0)
+    return not failed
+
+
+@njit(error_model="numpy", forceinline=True)
 def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bool:
     """Allocate the outputs and perform all blocks; return whether everything succeeded."""
     api, inputs = load(state + _API), load(state + _INPUTS)
@@ -118,7 +153,10 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
             place = load(part + _PHASE_FIELDS + 16 * phases + 8 * i)
             store(call + _TENSORS + 8 * (first + i), memory + place)
     succeeded = True
-    for phase in range(phases):
+    product, before = part + 8 * load(part + _PRODUCTS), load(part + _PRODUCTS_BEFORE)
+    for i in range(before):
+        succeeded = succeeded and _multiply(state, context, call, product + i * _PRODUCT_SIZE, answers)
+    for phase in range(phases if succeeded else 0):
         store(call + _PHASE, phase)
         blocks = load(part + _PHASE_FIELDS + 16 * phase + 8)
         if blocks == 1:
@@ -130,6 +168,8 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
         if not succeeded or load(call + _FAILED) != 0:
             succeeded = False
             break
+    for i in range(before, before + load(part + _PRODUCTS_AFTER)):
+        succeeded = succeeded and _multiply(state, context, call, product + i * _PRODUCT_SIZE, answers)
     if size > 0:
         free(memory)
     return succeeded

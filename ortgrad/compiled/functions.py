@@ -19,9 +19,34 @@ def power_of_two(n: float) -> float:
     return math.ldexp(1.0, int(n))
 
 
+def times_power(x: float, t: float) -> float:
+    """Return x * 2**n, a normal number, for the integer n in the lowest bits of t."""
+    return math.ldexp(x, int(t - 1.5 * 2.0**52))
+
+
+def exponent(x: float) -> float:
+    """Return the n for which x / 2**n is in [1, 2), for a positive normal number."""
+    return math.frexp(x)[1] - 1.0
+
+
+def fraction(x: float) -> float:
+    """Return x / 2**exponent(x), for a positive normal number."""
+    return 2 * math.frexp(x)[0]
+
+
 def sqrt(x: float) -> float:
     """Return the square root, NaN for a negative number."""
     return math.sqrt(x) if x >= 0 else math.nan
+
+
+def fetch(array: np.ndarray, k: int) -> Any:
+    """Return an element of an input, which the compiler may assume to be disjoint from all outputs."""
+    return array[k]
+
+
+def put(array: np.ndarray, k: int, value: Any) -> None:
+    """Set an element of an output, which the compiler may assume to be disjoint from all inputs."""
+    array[k] = value
 
 
 def double(x: float) -> float:
@@ -51,50 +76,141 @@ def release(array: np.ndarray) -> None:
     """Release an array that was allocated."""
 
 
-def add_rows(
-    sums: np.ndarray, stride: int, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int
+def add_products(
+    sums: np.ndarray,
+    pitch: int,
+    left: np.ndarray,
+    starts: np.ndarray,
+    rows: int,
+    shifts: np.ndarray,
+    steps: np.ndarray,
+    right: np.ndarray,
+    bases: np.ndarray,
+    places: np.ndarray,
+    columns: int,
+    fresh: bool,
 ) -> None:
-    """Compute four weighted sums of rows, each with `count` elements, in registers.
+    """Compute a tile of sums of products in registers, and add it to `sums`, or, if `fresh`, write it there.
 
-    sums[i * stride + k] = sum over t of weights[4 * t + i] * rows[starts[t] + k]
+    sums[i * pitch + j] = sum over g and k of
+        left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
 
-    Up to SLACK elements more are read of every row, and written after every sum.
+    for i < rows <= TILE_ROWS, and j < columns, a multiple of TILE.
     """
-    for i in range(4):
-        parts = [w * rows[s : s + count] for s, w in zip(starts, weights[i::4], strict=True)]
-        sums[i * stride : i * stride + count] = np.sum(parts, axis=0) if parts else 0
+    for i in range(rows):
+        for j in range(columns):
+            total = left[0] * 0
+            for g in range(len(shifts)):
+                for k in range(len(steps)):
+                    total += left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
+            if not fresh:
+                total += sums[i * pitch + j]
+            sums[i * pitch + j] = total
+
+
+def transpose(into: np.ndarray, place: int, pitch: int, source: np.ndarray, start: int, stride: int) -> None:
+    """into[place + i * pitch + k] = source[start + k * stride + i] for i and k < TILE"""
+    for i in range(TILE):
+        for k in range(TILE):
+            into[place + i * pitch + k] = source[start + k * stride + i]
+
+
+def clear(array: np.ndarray, place: int, count: int) -> None:
+    """Set elements to zero."""
+    for k in range(count):
+        array[place + k] = 0
+
+
+def copy_elements(into: np.ndarray, place: int, source: np.ndarray, start: int, count: int) -> None:
+    """Copy elements from one place to another."""
+    for k in range(count):
+        into[place + k] = source[start + k]
+
+
+def copy_vector(into: np.ndarray, place: int, source: np.ndarray, start: int) -> None:
+    """Copy TILE elements."""
+    for k in range(TILE):
+        into[place + k] = source[start + k]
+
+
+def prefetch(array: np.ndarray, place: int) -> None:
+    """Begin to load an element, and those beside it, into the cache. It need not exist."""
+
+
+def multiply_panel(
+    sums: np.ndarray,
+    stride: int,
+    left: np.ndarray,
+    left_stride: int,
+    left_step: int,
+    panel: np.ndarray,
+    terms: int,
+    rows: int,
+    add: int,
+) -> None:
+    """Multiply rows with a panel, a matrix with PANEL columns, in registers.
+
+    sums[i * stride + k] = sum over t of left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+
+    If `add` is not 0, this is added to what is there.
+    """
+    for i in range(rows):
+        for k in range(PANEL):
+            total = panel.dtype.type(0)
+            for t in range(terms):
+                total += left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+            if add:
+                total += sums[i * stride + k]
+            sums[i * stride + k] = total
 
 
 def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.ndarray, count: int) -> None:
-    """Compute one weighted sum of rows: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
+    """Compute a weighted sum of rows in registers: sums[k] = sum over t of weights[t] * rows[starts[t] + k].
 
-    As in `add_rows`, up to SLACK elements more are read of every row, and written.
+    Up to SLACK elements more are read of every row, and written after the sum.
     """
-    parts = [w * rows[s : s + count] for s, w in zip(starts, weights, strict=False)]
-    sums[:count] = np.sum(parts, axis=0) if parts else 0
+    for k in range(count):
+        total = weights[0] * 0
+        for t in range(len(starts)):
+            total += weights[t] * rows[starts[t] + k]
+        sums[k] = total
 
 
-def copy(into: np.ndarray, source: np.ndarray) -> None:
+def copy_row(into: np.ndarray, source: np.ndarray) -> None:
     """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
-    count = min(len(into), len(source))
-    into[:count] = source[:count]
+    for k in range(min(len(into), len(source))):
+        into[k] = source[k]
 
 
 SUMS = 256
 SLACK = 64
+# The most rows of add_products; its columns are a multiple of TILE.
+TILE_ROWS, TILE = 6, 16
+PANEL = 32
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
     "power_of_two": power_of_two,
+    "times_power": times_power,
+    "exponent": exponent,
+    "fraction": fraction,
     "sqrt": sqrt,
+    "fetch": fetch,
+    "put": put,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,
     "allocate_integers": allocate_integers,
     "release": release,
-    "add_rows": add_rows,
+    "add_products": add_products,
+    "transpose": transpose,
+    "clear": clear,
+    "copy_elements": copy_elements,
+    "copy_vector": copy_vector,
+    "prefetch": prefetch,
+    "multiply_panel": multiply_panel,
     "add_row": add_row,
-    "copy": copy,
+    "copy_row": copy_row,
 }
 
 
@@ -117,12 +233,9 @@ class ByType:
 _LOG2E = 1.4426950408889634
 
 
-def _exp_single(x: float) -> float:
-    # Beyond these limits the result is 0 or infinite. A NaN passes the comparisons as a limit.
-    a = x if x > -105.0 else -105.0
-    a = a if a < 90.0 else 90.0
-    n = rint(a * _LOG2E)
-    # r = a - n log(2), with log(2) in two parts
+def _exp_of_rest_single(a: float, n: float) -> float:
+    """exp(a - n log(2)) for the integer n that is nearest to a / log(2)"""
+    # log(2) is in two parts.
     r = a - n * 0.693359375
     r = r + n * 2.12194440e-4
     p = r * 1.9875691500e-4 + 1.3981999507e-3
@@ -130,16 +243,10 @@ def _exp_single(x: float) -> float:
     p = p * r + 4.1665795894e-2
     p = p * r + 1.6666665459e-1
     p = p * r + 5.0000001201e-1
-    p = p * (r * r) + r + 1.0
-    half = rint(n * 0.5)
-    p = p * power_of_two(half) * power_of_two(n - half)
-    return p if x == x else x
+    return p * (r * r) + r + 1.0
 
 
-def _exp_double(x: float) -> float:
-    a = x if x > -750.0 else -750.0
-    a = a if a < 715.0 else 715.0
-    n = rint(a * _LOG2E)
+def _exp_of_rest_double(a: float, n: float) -> float:
     r = a - n * 6.93145751953125e-1
     r = r - n * 1.42860682030941723212e-6
     # A rational function, as in Cephes: exp(r) = 1 + 2 r P(r^2) / (Q(r^2) - r P(r^2)).
@@ -148,13 +255,29 @@ def _exp_double(x: float) -> float:
     q = (
         (3.00198505138664455042e-6 * s + 2.52448340349684104192e-3) * s + 2.27265548208155028766e-1
     ) * s + 2.00000000000000000009e0
-    y = 1.0 + 2.0 * (p / (q - p))
-    half = rint(n * 0.5)
-    y = y * power_of_two(half) * power_of_two(n - half)
-    return y if x == x else x
+    return 1.0 + 2.0 * (p / (q - p))
 
 
-exp: Callable[[float], float] = ByType(_exp_single, _exp_double)
+_exp_of_rest: Any = ByType(_exp_of_rest_single, _exp_of_rest_double)
+# Adding it rounds to the nearest integer, which is then in the lowest bits of the sum.
+_ROUNDING: Any = ByType(1.5 * 2.0**23, 1.5 * 2.0**52)
+# The logarithms of the smallest normal number and of the largest number.
+_LOWEST: Any = ByType(-87.33654475055310, -708.39641853226410)
+_HIGHEST: Any = ByType(88.72283905206835, 709.78271289338397)
+_INFINITY = math.inf
+
+
+def exp_of_small(x: float) -> float:
+    """Return the exponential function if the result is a normal number."""
+    t = x * _LOG2E + _ROUNDING
+    return times_power(_exp_of_rest(x, t - _ROUNDING), t)
+
+
+def exp(x: float) -> float:
+    """Return the exponential function; 0 if the result is smaller than all normal numbers."""
+    y = exp_of_small(x)
+    y = 0.0 if x < _LOWEST else y
+    return y if x <= _HIGHEST else x * _INFINITY
 
 
 def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:

@@ -93,6 +93,18 @@ def call5(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     return WORD(*[WORD] * 6), lambda context, builder, signature, arguments: _call(builder, arguments)
 
 
+@intrinsic
+def call6(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Call a C function with six arguments."""
+    return WORD(*[WORD] * 7), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
+@intrinsic
+def call7(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Any:
+    """Call a C function with seven arguments."""
+    return WORD(*[WORD] * 8), lambda context, builder, signature, arguments: _call(builder, arguments)
+
+
 def pointer_to(dtype: str) -> Any:
     """Return a function that makes a pointer to elements of a type out of an address."""
     # Numba has no pointers to booleans; they are bytes with the values 0 and 1.
@@ -120,18 +132,65 @@ def rint(_: Any, x: Any) -> Any:
     return x(x), generate
 
 
+def _bits_of(number: Any) -> tuple[int, int, int]:
+    """Return the size of a type of numbers in bits, the bias of the exponent and the size of the fraction."""
+    return (64, 1023, 52) if number == types.float64 else (32, 127, 23)
+
+
 @intrinsic
 def power_of_two(_: Any, n: Any) -> Any:
     """Return 2**n for an integral floating-point number n: it becomes the exponent of the result."""
-    bits, bias, fraction = (64, 1023, 52) if n == types.float64 else (32, 127, 23)
+    bits, bias, size = _bits_of(n)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
         integer = ir.IntType(bits)
         exponent = builder.add(builder.fptosi(value, integer), integer(bias))
-        return builder.bitcast(builder.shl(exponent, integer(fraction)), value.type)
+        return builder.bitcast(builder.shl(exponent, integer(size)), value.type)
 
     return n(n), generate
+
+
+@intrinsic
+def times_power(_: Any, x: Any, t: Any) -> Any:
+    """Return x * 2**n for the integer n in the lowest bits of t: it is added to the exponent."""
+    bits, _, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        integer = ir.IntType(bits)
+        value, power = (builder.bitcast(argument, integer) for argument in arguments)
+        total = builder.add(value, builder.shl(power, integer(size)))
+        return builder.bitcast(total, arguments[0].type)
+
+    return x(x, t), generate
+
+
+@intrinsic
+def exponent(_: Any, x: Any) -> Any:
+    """Return the exponent of a positive normal number, as a floating-point number."""
+    bits, bias, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        integer = ir.IntType(bits)
+        biased = builder.lshr(builder.bitcast(value, integer), integer(size))
+        return builder.sitofp(builder.sub(biased, integer(bias)), value.type)
+
+    return x(x), generate
+
+
+@intrinsic
+def fraction(_: Any, x: Any) -> Any:
+    """Return a positive normal number with the exponent of 1."""
+    bits, bias, size = _bits_of(x)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        integer = ir.IntType(bits)
+        low = builder.and_(builder.bitcast(value, integer), integer((1 << size) - 1))
+        return builder.bitcast(builder.or_(low, integer(bias << size)), value.type)
+
+    return x(x), generate
 
 
 @intrinsic
@@ -144,6 +203,47 @@ def sqrt(_: Any, x: Any) -> Any:
         return builder.call(function, [value])
 
     return x(x), generate
+
+
+def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """Return the address of an element of a contiguous array."""
+    data = context.make_array(kind)(context, builder, value=array).data
+    return builder.gep(data, [index])
+
+
+def _disjoint(builder: Any, instruction: Any, own: str, other: str) -> None:
+    """Tell LLVM that accesses marked with `own` never touch the memory of those marked with `other`."""
+    module = builder.module
+    domain = module.add_metadata(["ortgrad"])
+    scopes = {name: module.add_metadata([[name, domain]]) for name in (own, other)}
+    for key, name in (("alias.scope", own), ("noalias", other)):
+        instruction.set_metadata(key, scopes[name])
+
+
+@intrinsic
+def fetch(_: Any, array: Any, k: Any) -> Any:
+    """Return an element of an input of the node."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, array, *arguments)
+        value = builder.load(place, align=array.dtype.bitwidth // 8)
+        _disjoint(builder, value, "inputs", "outputs")
+        return value
+
+    return array.dtype(array, WORD), generate
+
+
+@intrinsic
+def put(_: Any, array: Any, k: Any, value: Any) -> Any:
+    """Set an element of an output of the node."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, array, *arguments[:2])
+        done = builder.store(arguments[2], place, align=array.dtype.bitwidth // 8)
+        _disjoint(builder, done, "outputs", "inputs")
+        return context.get_dummy_value()
+
+    return types.void(array, WORD, array.dtype), generate
 
 
 @intrinsic
@@ -210,128 +310,20 @@ def release(array: Any) -> None:
     free(array.ctypes.data)
 
 
-def _registers(bits: int) -> tuple[int, int]:
-    """Return how many numbers a vector register holds, and how many vectors of a row are summed up at once.
-
-    Four sums are computed together. Sixteen registers are enough for three vectors of each, and thirty-two
-    for four.
-    """
+def lanes(bits: int) -> int:
+    """Return how many numbers of so many bits a vector register holds."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
-        return 512 // bits, 4
-    if features.get("avx") and features.get("fma"):
-        return 256 // bits, 3
-    return 128 // bits, 4 if features.get("neon") else 3
+        return 512 // bits
+    return (256 if features.get("avx") and features.get("fma") else 128) // bits
 
 
-@intrinsic
-def add_rows(_: Any, sums: Any, stride: Any, rows: Any, starts: Any, weights: Any, count: Any) -> Any:
-    """Compute four weighted sums of rows (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if rows.dtype == types.float64 else ir.FloatType()
-    lanes, vectors = _registers(64 if rows.dtype == types.float64 else 32)
-    kind = ir.VectorType(element, lanes)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        arrays = [
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]) for i in (0, 2, 3, 4)
-        ]
-        into, source, places, factors = (array.data for array in arrays)
-        terms = builder.extract_value(arrays[2].shape, 0)
-        stride, count = arguments[1], arguments[5]
-        step = _WORD(lanes * vectors)
-        blocks = builder.sdiv(builder.add(count, _WORD(lanes * vectors - 1)), step)
-        align = rows.dtype.bitwidth // 8
-        with builder.goto_entry_block():
-            totals = [builder.alloca(kind) for _ in range(4 * vectors)]
-        with cgutils.for_range(builder, blocks) as block:
-            first = builder.mul(block.index, step)
-            for total in totals:
-                builder.store(ir.Constant(kind, None), total)
-            with cgutils.for_range(builder, terms) as term:
-                start = builder.load(builder.gep(places, [term.index]))
-                row = builder.gep(source, [builder.add(start, first)])
-                values = [_load_vector(builder, row, j * lanes, kind, align) for j in range(vectors)]
-                weight = builder.gep(factors, [builder.mul(term.index, _WORD(4))])
-                for i in range(4):
-                    factor = _broadcast(builder, builder.load(builder.gep(weight, [_WORD(i)])), kind)
-                    for j, value in enumerate(values):
-                        total = totals[i * vectors + j]
-                        product = builder.fmul(factor, value, flags=("contract",))
-                        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-            for i in range(4):
-                place = builder.gep(into, [builder.add(builder.mul(stride, _WORD(i)), first)])
-                for j in range(vectors):
-                    pointer = builder.bitcast(builder.gep(place, [_WORD(j * lanes)]), kind.as_pointer())
-                    builder.store(builder.load(totals[i * vectors + j]), pointer, align=align)
-        return context.get_dummy_value()
-
-    return types.void(sums, stride, rows, starts, weights, count), generate
-
-
-@intrinsic
-def add_row(_: Any, sums: Any, rows: Any, starts: Any, weights: Any, count: Any) -> Any:
-    """Compute one weighted sum of rows (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if rows.dtype == types.float64 else ir.FloatType()
-    lanes, _ = _registers(rows.dtype.bitwidth)
-    # Enough sums to hide the latency of the additions.
-    vectors = 4 if lanes * rows.dtype.bitwidth == 512 else 8
-    kind, align = ir.VectorType(element, lanes), rows.dtype.bitwidth // 8
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        arrays = [
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]) for i in range(4)
-        ]
-        into, source, places, factors = (array.data for array in arrays)
-        terms = builder.extract_value(arrays[2].shape, 0)
-        step = _WORD(lanes * vectors)
-        blocks = builder.sdiv(builder.add(arguments[4], _WORD(lanes * vectors - 1)), step)
-        with builder.goto_entry_block():
-            totals = [builder.alloca(kind) for _ in range(vectors)]
-        with cgutils.for_range(builder, blocks) as block:
-            first = builder.mul(block.index, step)
-            for total in totals:
-                builder.store(ir.Constant(kind, None), total)
-            with cgutils.for_range(builder, terms) as term:
-                start = builder.load(builder.gep(places, [term.index]))
-                row = builder.gep(source, [builder.add(start, first)])
-                factor = _broadcast(builder, builder.load(builder.gep(factors, [term.index])), kind)
-                for j, total in enumerate(totals):
-                    value = _load_vector(builder, row, j * lanes, kind, align)
-                    product = builder.fmul(factor, value, flags=("contract",))
-                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-            for j, total in enumerate(totals):
-                place = builder.gep(into, [builder.add(first, _WORD(j * lanes))])
-                pointer = builder.bitcast(place, kind.as_pointer())
-                builder.store(builder.load(total), pointer, align=align)
-        return context.get_dummy_value()
-
-    return types.void(sums, rows, starts, weights, count), generate
-
-
-@intrinsic
-def copy(_: Any, into: Any, source: Any) -> Any:
-    """Copy as many elements as the shorter array has, by the C library."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        arrays = [
-            context.make_array(kind)(context, builder, value=value)
-            for kind, value in zip(signature.args, arguments, strict=True)
-        ]
-        counts = [builder.extract_value(array.shape, 0) for array in arrays]
-        count = builder.select(builder.icmp_signed("<", *counts), *counts)
-        size = builder.mul(count, _WORD(source.dtype.bitwidth // 8))
-        cgutils.raw_memcpy(builder, arrays[0].data, arrays[1].data, size, 1)
-        return context.get_dummy_value()
-
-    return types.void(into, source), generate
-
-
-def _load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
+def load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:
     pointer = builder.bitcast(builder.gep(row, [_WORD(place)]), kind.as_pointer())
     return builder.load(pointer, align=align)
 
 
-def _broadcast(builder: Any, number: Any, kind: Any) -> Any:
+def broadcast(builder: Any, number: Any, kind: Any) -> Any:
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)

@@ -9,6 +9,9 @@ The state of a kernel, one per node:
     STATE_INPUTS    number of inputs
     STATE_OUTPUTS   number of outputs
     STATE_CONTENTS  bit i is set if the elements of input i, a short vector of int64, belong to the key
+    STATE_ELEMENT   onnxruntime's number of the element type
+    STATE_MEMORY    address of onnxruntime's OrtMemoryInfo of ordinary memory
+    STATE_PRODUCTS  addresses of onnxruntime's operators for products, one for each of PRODUCT_KINDS
     STATE_PLANS     number of plans, followed by the addresses of up to MOST_PLANS plans
 
 A plan says how the kernel runs on certain shapes:
@@ -21,9 +24,19 @@ A plan says how the kernel runs on certain shapes:
     PHASES          number of phases; one begins when the tasks of the previous one are done
     SCRATCH_COUNT   number of scratch tensors
     SCRATCH_BYTES   size of the memory of all of them
+    PRODUCTS        place of the products
+    PRODUCTS_BEFORE number of products that onnxruntime computes before the phases
+    PRODUCTS_AFTER  number of products that it computes after them
     PHASE_FIELDS    for each phase the number of tasks, and of blocks into which they are divided;
                     then the place of each scratch tensor in the memory, in bytes;
                     then the sizes of all views, then the numbers
+
+A product has PRODUCT_SIZE fields: PRODUCT_KIND, and for each of its three matrices, from PRODUCT_MATRICES on,
+
+    MATRIX_TENSOR   number of the tensor that contains it
+    MATRIX_START    place of its first element in the tensor, in bytes
+    MATRIX_BYTES    its size
+    MATRIX_SHAPE    the number of rows, and that of columns
 
 A call is what `block` receives:
 
@@ -36,13 +49,21 @@ A call is what `block` receives:
 from __future__ import annotations
 
 STATE_API, STATE_PYTHON, STATE_OBJECT, STATE_BLOCK, STATE_INPUTS, STATE_OUTPUTS, STATE_CONTENTS = range(7)
-STATE_PLANS = 7
+STATE_ELEMENT, STATE_MEMORY, STATE_PRODUCTS = range(7, 10)
+# How the factors of a product are read: as they are, or one of them transposed.
+PRODUCT_KINDS = ("", "left", "right")
+STATE_PLANS = STATE_PRODUCTS + len(PRODUCT_KINDS)
 MOST_PLANS = 256
 STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
 
 PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_FIELDS = range(4)
 
-PHASES, SCRATCH_COUNT, SCRATCH_BYTES, PHASE_FIELDS = range(4)
+PHASES, SCRATCH_COUNT, SCRATCH_BYTES, PRODUCTS, PRODUCTS_BEFORE, PRODUCTS_AFTER, PHASE_FIELDS = range(7)
+
+PRODUCT_KIND, PRODUCT_MATRICES = range(2)
+MATRIX_TENSOR, MATRIX_START, MATRIX_BYTES, MATRIX_SHAPE = range(4)
+MATRIX_SIZE = 5
+PRODUCT_SIZE = PRODUCT_MATRICES + 3 * MATRIX_SIZE
 
 CALL_PLAN, CALL_PHASE, CALL_FAILED, TENSORS = range(4)
 

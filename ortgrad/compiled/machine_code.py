@@ -17,7 +17,17 @@ from ortgrad.compiled.source import Source, source_of
 from ortgrad.operators.compiled import CompiledKernel
 
 # What the compiler itself consists of, and so determines its results.
-_PARTS = ("compiler.py", "entry.py", "functions.py", "instructions.py", "layout.py", "processor.py")
+_PARTS = (
+    "compiler.py",
+    "entry.py",
+    "functions.py",
+    "instructions.py",
+    "layout.py",
+    "panels.py",
+    "processor.py",
+    "products.py",
+    "rows.py",
+)
 
 _lock = threading.RLock()
 _loaded: dict[str, int] = {}

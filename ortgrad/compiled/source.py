@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ortgrad.compiled import functions, layout
+from ortgrad.compiled import functions, layout, mathematics
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.compiled import CompiledKernel, may_fail
 
@@ -51,7 +51,7 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     else:
         lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)])
     block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
-    return Source(element, phases, block, reorders=not kernel.elementwise)
+    return Source(element, phases, block, reorders=not (kernel.elementwise or kernel.exact))
 
 
 def _function(function: Callable[..., Any], element: str) -> Function:
@@ -84,7 +84,7 @@ def _function(function: Callable[..., Any], element: str) -> Function:
         text,
         tuple(sorted(numbers.items())),
         tuple(sorted(called.items())),
-        exact=function.__module__ == functions.__name__,
+        exact=function.__module__ in (functions.__name__, mathematics.__name__),
     )
 
 

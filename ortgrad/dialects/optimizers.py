@@ -32,6 +32,11 @@ def find_optimizer(op_type: str, domain: str) -> Translation | None:
     return _optimizers.get((domain, op_type))
 
 
+def optimizers() -> list[tuple[str, str]]:
+    """Return domain and name of all optimizers that are translated."""
+    return sorted(_optimizers)
+
+
 def _optimizer(domain: str, name: str) -> Callable[[Translation], Translation]:
     def declare(function: Translation) -> Translation:
         _optimizers[domain, name] = function

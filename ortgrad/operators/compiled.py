@@ -25,8 +25,9 @@ Floating-point numbers in the text of the function have the element type of the 
 vectorized if its counter alone is the last index: take a slice of the row (`y[row, first:last]`) before it.
 A task that returns a bool fails if that is true, and the NumPy kernel says why.
 
-A second function, `first`, may perform tasks that must be done before those of the kernel begin. It takes the
-same parameters. Both may take scratch tensors of the element type, after the outputs.
+Further functions, `first` and `last`, may perform tasks before those of the kernel begin and after they are
+done. They take the same parameters. All may take scratch tensors of the element type, after the outputs.
+Before and after all tasks, onnxruntime may compute products of matrices that the plan names.
 """
 
 from __future__ import annotations
@@ -36,16 +37,36 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ortgrad.errors import RegistrationError
+
+
+class Matrix(NamedTuple):
+    """Consecutive elements of a tensor as a matrix. `tensor` is the name of the kernel's parameter."""
+
+    tensor: str
+    rows: int
+    columns: int
+    # The place of the first element in the tensor.
+    start: int = 0
+
+
+class Product(NamedTuple):
+    """into = left right, which onnxruntime computes on all its threads."""
+
+    into: Matrix
+    left: Matrix
+    right: Matrix
+    # The factor that is transposed, if one is.
+    transposed: Literal["", "left", "right"] = ""
 
 
 class Plan(NamedTuple):
     """How a compiled kernel runs on tensors of certain shapes."""
 
-    # The number of tasks; with `first`, that of its tasks and that of the kernel's.
-    tasks: int | tuple[int, int]
+    # The number of tasks; with `first` or `last`, that of each function's tasks, in their order.
+    tasks: int | tuple[int, ...]
     # The shape in which the kernel sees every input and output; one without elements if it is absent.
     views: Sequence[Sequence[int]]
     # Further arguments of the kernel: numbers, and lists of integers, which it sees as arrays.
@@ -55,6 +76,9 @@ class Plan(NamedTuple):
     work: int = 0
     # The shapes of the scratch tensors.
     scratch: Sequence[Sequence[int]] = ()
+    # Products that are computed before the tasks, and after them.
+    before: Sequence[Product] = ()
+    after: Sequence[Product] = ()
 
 
 def elementwise_plan(shape: Sequence[int]) -> Plan:
@@ -88,6 +112,13 @@ class CompiledKernel:
     # Whether it was measured to be the fastest way; or a function that tells it for a node, given the shapes
     # of the inputs as far as they are known, and the attributes as keywords.
     auto: bool | Callable[..., bool] = True
+    # The function of the tasks that are performed after.
+    last: Callable[..., Any] | None = None
+    # Whether its plans have products.
+    products: bool = False
+    # Whether the operations are performed in the order in which they are written. Element-wise kernels are
+    # exact; in others, terms of a sum may change places.
+    exact: bool = False
 
     def __post_init__(self) -> None:
         found = len(inspect.signature(self.function).parameters)
@@ -112,7 +143,12 @@ class CompiledKernel:
     @property
     def phases(self) -> tuple[Callable[..., Any], ...]:
         """The functions in the order in which their tasks are performed."""
-        return (self.function,) if self.first is None else (self.first, self.function)
+        return tuple(each for each in (self.first, self.function, self.last) if each is not None)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters for tensors, in their order."""
+        return list(inspect.signature(self.function).parameters)[1 : self._count_of_arguments()]
 
     def _count_of_arguments(self) -> int:
         """Return the number of parameters before the numbers."""

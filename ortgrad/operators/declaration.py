@@ -185,7 +185,9 @@ class Operator:
         views: Sequence[int] | None = None,
         plan: Planner | None = None,
         first: Kernel | None = None,
+        last: Kernel | None = None,
         scratch: Sequence[int] = (),
+        products: bool = False,
         auto: bool | Callable[..., bool] = True,
     ) -> Callable[[Function], Function]: ...
 
@@ -196,14 +198,17 @@ class Operator:
         views: Sequence[int] | None = None,
         plan: Planner | None = None,
         first: Kernel | None = None,
+        last: Kernel | None = None,
         scratch: Sequence[int] = (),
+        products: bool = False,
         auto: bool | Callable[..., bool] = True,
     ) -> Function | Callable[[Function], Function]:
         """Declare the kernel that Numba compiles (see ortgrad.operators.compiled), as a decorator.
 
         Without arguments, the function computes one element. Otherwise it performs one task on views of the
         tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
-        `first` performs tasks before those, and `scratch` gives the dimensions of tensors for the results.
+        `first` performs tasks before those, `last` after them, and `scratch` gives the dimensions of tensors
+        for the results. With `products`, plans may have matrix products for onnxruntime.
         `auto` says whether kernels="auto" uses it; it may be a function of the inputs' shapes, as far as they
         are known (None for a size or a shape that is not), and of the attributes, as keywords.
         """
@@ -214,7 +219,7 @@ class Operator:
             tensors = len(self.inputs) + len(self.outputs)
             shapes = None if views is None else tuple(views)
             self.compiled_kernel = CompiledKernel(
-                function, tensors, shapes, plan, first, tuple(scratch), auto
+                function, tensors, shapes, plan, first, tuple(scratch), auto, last, products
             )
             return function
 

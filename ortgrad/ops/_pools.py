@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, copy, release
+from ortgrad.compiled.functions import SLACK, add_row, allocate, copy_row, release
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._strips import (
     CHANNELS,
@@ -22,7 +22,7 @@ from ortgrad.ops._strips import (
     STRIDE,
     STRIPS,
     boxes_of,
-    clear,
+    clear_strip,
     fill_boxes,
     size_of_rows,
     task_channels,
@@ -177,7 +177,7 @@ def average_pool_grad_strip(
         )
         target, begin = dx[channel], 0
         if geometry[EVERYWHERE] == 0:
-            clear(target, top, left, rows, columns, geometry)
+            clear_strip(target, top, left, rows, columns, geometry)
         for i in range(len(lines)):
             add_row(sums_of_rows, embedded, row_starts[begin : row_ends[i]], ones, rows * pitch + lead)
             begin, of_column = row_ends[i], 0
@@ -232,7 +232,7 @@ def _embed_quotients(
             if fresh:
                 for k in range(len(line)):
                     quotients[k] = values[k] / divisors[k]
-                copy(line, quotients)
+                copy_row(line, quotients)
             else:
                 for k in range(len(line)):
                     line[k] += values[k] / divisors[k]
@@ -310,17 +310,11 @@ def max_pool_strip(
                     best[k] = line[k]
                     places[k] = number
                 _start_inside(best, places, values, number, top, left, rows, columns, geometry)
-            for t in range(1 if fresh else 0, len(offsets)):
-                line, number = boxes[starts[t] :], numbers[t]
-                for k in range(count):
-                    # Without branches, so that the loop is vectorized.
-                    value, largest, place = line[k], best[k], places[k]
-                    best[k] = value if value > largest else largest
-                    places[k] = number if value > largest else place
+            _keep_largest(best, places, boxes, starts, numbers, 1 if fresh else 0)
             fresh = False
         for row in range(rows):
             start = (top + row) * width + left
-            copy(y[channel, start:], best[row * pitch : row * pitch + columns])
+            copy_row(y[channel, start:], best[row * pitch : row * pitch + columns])
             to, of = indices[channel, start : start + columns], places[row * pitch : row * pitch + columns]
             line_start = (top + row) * geometry[STRIDE] - geometry[HEAD]
             origin = plane * x.shape[1] * x.shape[2] + line_start * geometry[SIZE + 1]
@@ -329,6 +323,33 @@ def max_pool_strip(
                 to[k] = origin + k * step + int(of[k])
     release(memory)
     return False
+
+
+def _keep_largest(
+    best: np.ndarray, places: np.ndarray, boxes: np.ndarray, starts: np.ndarray, numbers: np.ndarray, t: int
+) -> None:
+    """Replace what is less than the values of the taps from t on, and its place."""
+    # Without branches, so that the loops are vectorized; with more taps at once they are not.
+    while t + 3 <= len(starts):
+        x0, x1, x2 = boxes[starts[t] :], boxes[starts[t + 1] :], boxes[starts[t + 2] :]
+        n0, n1, n2 = numbers[t], numbers[t + 1], numbers[t + 2]
+        for k in range(len(best)):
+            largest, place = best[k], places[k]
+            v0, v1, v2 = x0[k], x1[k], x2[k]
+            place = n0 if v0 > largest else place
+            largest = v0 if v0 > largest else largest
+            place = n1 if v1 > largest else place
+            largest = v1 if v1 > largest else largest
+            places[k] = n2 if v2 > largest else place
+            best[k] = v2 if v2 > largest else largest
+        t += 3
+    while t < len(starts):
+        x0, n0 = boxes[starts[t] :], numbers[t]
+        for k in range(len(best)):
+            largest, place, v0 = best[k], places[k], x0[k]
+            places[k] = n0 if v0 > largest else place
+            best[k] = v0 if v0 > largest else largest
+        t += 1
 
 
 def _start_inside(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, copy
+from ortgrad.compiled.functions import SLACK, copy_row
 from ortgrad.ops._windows import Windows
 
 # Elements of a strip: its boxes, dY and the sums stay in the nearest caches.
@@ -133,7 +133,7 @@ def fill_boxes(
             a = (top + row) * geometry[STRIDE] + lines[i] - geometry[HEAD]
             if a >= 0 and a < geometry[SIZE]:
                 place = row * pitch * step
-                copy(box[place + low : place + high], channel[a * width + low - shift :])
+                copy_row(box[place + low : place + high], channel[a * width + low - shift :])
         if step > 1:
             for j in range(len(edges)):
                 part, values = boxes[first + j * count * pitch :], box[edges[j] :]
@@ -158,7 +158,7 @@ def embed(
     if low < high:
         for row in range(max(0, -begin), min(count, geometry[OUTPUT] - begin)):
             line = into[row * pitch + low : row * pitch + high]
-            copy(line, channel[(begin + row) * width + left - lead + low :])
+            copy_row(line, channel[(begin + row) * width + left - lead + low :])
 
 
 def write_rows(
@@ -200,10 +200,12 @@ def write_rows(
         a = (top + row) * geometry[STRIDE] + line - geometry[HEAD]
         if a >= 0 and a < geometry[SIZE]:
             place = row * pitch * step
-            copy(channel[a * width + low - shift :], values[place + low : place + high])
+            copy_row(channel[a * width + low - shift :], values[place + low : place + high])
 
 
-def clear(channel: np.ndarray, top: int, left: int, rows: int, columns: int, geometry: np.ndarray) -> None:
+def clear_strip(
+    channel: np.ndarray, top: int, left: int, rows: int, columns: int, geometry: np.ndarray
+) -> None:
     """Set dX to 0 in a strip, and behind it if it is the last one."""
     width, size = geometry[SIZE + 1], geometry[SIZE]
     first = min(size, max(0, top * geometry[STRIDE] - geometry[HEAD]))

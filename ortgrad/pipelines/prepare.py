@@ -10,6 +10,7 @@ import onnx
 from ortgrad.dialects.optimizers import PREVIEW_TRAINING, find_optimizer
 from ortgrad.dialects.training import is_training_operator
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
+from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
 
@@ -38,11 +39,13 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
 def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True) -> onnx.ModelProto:
     """Implement `prepare` for a loaded model; a model without gradient nodes is returned unchanged.
 
-    Without `bodies`, the remaining gradient nodes can run only on their Python kernels.
+    Without `bodies`, the remaining gradient nodes can run only on their Python kernels. Nodes are then fused,
+    also in models of build_gradient_model without gradient nodes.
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
-    if not (_has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)):
+    found = _has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)
+    if not found and (bodies or kernels not in ("auto", "compiled") or not is_built(model)):
         return model
     # onnx-ir is slow to import, and models without gradient nodes do not need it.
     from ortgrad.pipelines.prepared import prepare_proto

@@ -18,13 +18,15 @@ from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
+from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
 from ortgrad.passes.max_pools import use_max_pool
 from ortgrad.passes.moments import use_moments
+from ortgrad.passes.open_losses import open_losses
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
-FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_max_pool, use_moments)
+FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_max_pool, use_moments, fuse)
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
@@ -34,8 +36,11 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     if bodies:
         infer_types(model)
         model = attach(model)
-    elif kernels in ("auto", "compiled") and machine_code.is_installed():
-        model = run(model, *FOR_COMPILED)
+    else:
+        compiled = kernels in ("auto", "compiled") and machine_code.is_installed()
+        model = open_losses(model, compiled=compiled)
+        if compiled:
+            model = run(model, *FOR_COMPILED)
     prepared = write(model, source)
     # onnx-ir drops training_info.
     prepared.training_info.extend(source.training_info)

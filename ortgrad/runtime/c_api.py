@@ -8,18 +8,26 @@ are constants. The callbacks implement version 16 of the API, the first in which
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnxruntime
 
+from ortgrad.compiled.layout import PRODUCT_KINDS
+
 VERSION = 16
 # ONNXTensorElementDataType
 ELEMENT_TYPES = {"float32": 1, "int32": 6, "int64": 7, "string": 8, "bool": 9, "float64": 11}
 _FAIL = 1
+_DEVICE, _DEFAULT_MEMORY = 0, 0  # OrtAllocatorType, OrtMemType
+_INT, _FLOAT = 1, 3  # OrtOpAttrType
+_GEMM_VERSION = 13
 _MOST_DIMENSIONS = 64  # of a NumPy array
 _TABLE_SIZE = 512  # more functions than OrtApi has
 
@@ -68,6 +76,11 @@ def address_of(function: Any) -> int:
     address = ctypes.cast(function, c_void_p).value
     assert address is not None
     return address
+
+
+def constant_function(number: int) -> Any:
+    """Return a C function that returns a number, whatever its arguments are. No bytecode runs in it."""
+    return ctypes.CFUNCTYPE(c_int64)(itertools.repeat(number).__next__)
 
 
 def list_operators(library: ctypes.PyDLL) -> list[tuple[str, int]]:
@@ -143,11 +156,26 @@ class Memory:
         self.__array_interface__ = {}
 
 
+@dataclass(eq=False)
+class Products:
+    """onnxruntime's Gemm for compiled code, one for each of PRODUCT_KINDS; released with this object."""
+
+    element: int
+    memory: int
+    operators: list[int] = field(default_factory=list)
+
+
+def _release_all(release: Callable[[int], None], operators: list[int]) -> None:
+    for operator in operators:
+        release(operator)
+
+
 class Api:
     """OrtApi: the functions of onnxruntime that an operator calls."""
 
     def __init__(self, address: int) -> None:
         self.address = address
+        self._memory: int | None = None
         table = ctypes.cast(address, POINTER(c_void_p))
 
         def function(place: int, result: Any, *arguments: Any) -> Any:
@@ -165,6 +193,14 @@ class Api:
         self._output = function(91, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p)
         self._release_status = function(93, None, c_void_p)
         self._release_type_and_shape = function(99, None, c_void_p)
+        self._cpu_memory = function(69, c_void_p, c_int, c_int, c_void_p)
+        self._create_attribute = function(211, c_void_p, c_char_p, c_void_p, c_int, c_int, c_void_p)
+        self._release_attribute = function(212, None, c_void_p)
+        self._create_operator = function(
+            *(213, c_void_p, c_void_p, c_char_p, c_char_p, c_int, POINTER(c_char_p), POINTER(c_int), c_int),
+            *(POINTER(c_void_p), c_int, c_int, c_int, c_void_p),
+        )
+        self._release_operator = function(215, None, c_void_p)
 
     def failure(self, text: str) -> int:
         """Return a new status with which a kernel makes onnxruntime stop the run."""
@@ -178,6 +214,43 @@ class Api:
         text = ctypes.create_string_buffer(size.value)
         self._check(self._string(info, name.encode(), text, byref(size)))
         return text.raw[: size.value - 1]
+
+    def products(self, info: int, element: str) -> Products:
+        """Return onnxruntime's products for the node for which a kernel is being created."""
+        if self._memory is None:
+            memory = c_void_p()
+            self._check(self._cpu_memory(_DEVICE, _DEFAULT_MEMORY, byref(memory)))
+            self._memory = memory.value
+        assert self._memory is not None
+        products = Products(ELEMENT_TYPES[element], self._memory)
+        weakref.finalize(products, _release_all, self._release_operator, products.operators).atexit = False
+        for kind in PRODUCT_KINDS:
+            products.operators.append(self._gemm(info, products.element, kind))
+        return products
+
+    def _gemm(self, info: int, element: int, transposed: str) -> int:
+        """Return a new Gemm of two matrices."""
+        integers = {b"transA": transposed == "left", b"transB": transposed == "right"}
+        numbers: dict[bytes, tuple[int, Any]] = {n: (_INT, c_int64(v)) for n, v in integers.items()}
+        numbers |= {name: (_FLOAT, c_float(1)) for name in (b"alpha", b"beta")}
+        attributes = (c_void_p * len(numbers))()
+        operator = c_void_p()
+        try:
+            for i, (name, (type_, value)) in enumerate(numbers.items()):
+                place = ctypes.addressof(attributes) + i * ctypes.sizeof(c_void_p)
+                self._check(self._create_attribute(name, byref(value), 1, type_, place))
+            names, types = (c_char_p * 1)(b"T"), (c_int * 1)(element)
+            self._check(
+                self._create_operator(
+                    *(info, b"Gemm", b"", _GEMM_VERSION, names, types, 1),
+                    *(attributes, len(attributes), 2, 1, byref(operator)),
+                )
+            )
+        finally:
+            for attribute in filter(None, attributes):
+                self._release_attribute(attribute)
+        assert operator.value is not None
+        return operator.value
 
     def inputs(self, context: int, dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
         """Return read-only views of the inputs in onnxruntime's own memory, valid while the kernel runs."""

@@ -23,7 +23,8 @@ import numpy as np
 import onnxruntime
 
 from ortgrad.errors import RegistrationError
-from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, all_operators
+from ortgrad.fusion import kernel as fusion
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant, all_operators
 from ortgrad.runtime import native
 from ortgrad.runtime.c_api import ELEMENT_TYPES, CustomOp, list_operators
 
@@ -48,6 +49,7 @@ def library_path() -> str:
     with _lock:
         _declare_operators()
         _domains_in_use.update(operator.domain for operator in _declared)
+        _domains_in_use.add(fusion.DOMAIN)
     return _path()
 
 
@@ -81,19 +83,28 @@ def _declare_operators() -> None:
         _guard_domains(extensions)
         _refuse_to_move_others({operator.domain for operator in new})
         _keep_freed_memory()
+        for element, name in fusion.NAMES.items():
+            _define(
+                f"{fusion.DOMAIN}::{name}", Variant((element,), (element,)), native.FusedOperator(element)
+            )
     for operator in new:
         for variant in operator.variants():
-            definition = extensions.PyCustomOpDef()
-            definition.op_type = f"{operator.domain}::{operator.name}"
-            definition.obj_id = id(definition)
-            definition.input_types = [ELEMENT_TYPES[t] for t in variant.inputs]
-            definition.output_types = [ELEMENT_TYPES[t] for t in variant.outputs]
-            definition.attrs = {CALL_ATTRIBUTE: ELEMENT_TYPES["string"]}
-            _add_operator()(definition)
-            _kept.append(definition)
-            _definitions[_native_address(definition)] = native.NativeOperator(operator, variant)
+            name = f"{operator.domain}::{operator.name}"
+            _define(name, variant, native.NativeOperator(operator, variant))
     _fill_structs()
     _declared.update(new)
+
+
+def _define(name: str, variant: Variant, kernel: native.NativeOperator) -> None:
+    definition = _extensions().PyCustomOpDef()
+    definition.op_type = name
+    definition.obj_id = id(definition)
+    definition.input_types = [ELEMENT_TYPES[t] for t in variant.inputs]
+    definition.output_types = [ELEMENT_TYPES[t] for t in variant.outputs]
+    definition.attrs = {CALL_ATTRIBUTE: ELEMENT_TYPES["string"]}
+    _add_operator()(definition)
+    _kept.append(definition)
+    _definitions[_native_address(definition)] = kernel
 
 
 def _fill_structs() -> None:

@@ -27,7 +27,9 @@ import numpy as np
 
 from ortgrad.compiled import machine_code
 from ortgrad.errors import ModelError, NodeError, RegistrationError
+from ortgrad.fusion.kernel import fused_call, unread_operator
 from ortgrad.operators.call import Call, parse_call
+from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
 from ortgrad.runtime import entrance
 from ortgrad.runtime.c_api import (
@@ -38,7 +40,9 @@ from ortgrad.runtime.c_api import (
     Api,
     CustomOp,
     Memory,
+    Products,
     address_of,
+    constant_function,
 )
 from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
 from ortgrad.runtime.evaluate import declared_shapes, describe, evaluate, kernel_error
@@ -75,12 +79,35 @@ class NativeOperator:
         self.inputs = [np.dtype(t) for t in variant.inputs]
         self.outputs = [np.dtype(t) for t in variant.outputs]
 
+    def read(self, text: bytes) -> tuple[NativeOperator, Call]:
+        """Return the call of a node, and the operator that computes it."""
+        return self, parse_call(self.operator, text)
+
+
+class FusedOperator(NativeOperator):
+    """The operator of fused nodes, each of which has its own inputs, outputs and program."""
+
+    def __init__(self, element: str) -> None:
+        super().__init__(unread_operator(element), Variant((), ()))
+        self._element = element
+
+    def read(self, text: bytes) -> tuple[NativeOperator, Call]:
+        call = fused_call(text, self._element)
+        inputs, outputs = (
+            tuple(parameter.type for parameter in parameters)
+            for parameters in (call.operator.inputs, call.operator.outputs)
+        )
+        return NativeOperator(call.operator, Variant(inputs, outputs)), call
+
 
 def fill(struct: CustomOp, native: NativeOperator) -> None:
     """Make onnxruntime call the operator's kernel. The name and types in the struct are not changed."""
     _operators[ctypes.addressof(struct)] = native
     struct.version = VERSION
-    for name, address in _callbacks().items():
+    callbacks = _callbacks()
+    if isinstance(native, FusedOperator):
+        callbacks = callbacks | _variadic_callbacks()
+    for name, address in callbacks.items():
         setattr(struct, name, address)
 
 
@@ -115,6 +142,23 @@ def _callbacks() -> dict[str, int]:
     if entry is not None:
         addresses["KernelComputeV2"] = entry.compute
     return addresses
+
+
+@functools.cache
+def _variadic_callbacks() -> dict[str, int]:
+    """Return the functions of an operator with any number of inputs, of any types, and of outputs."""
+    undefined, one, variadic = (constant_function(number) for number in (0, 1, 2))
+    functions = {
+        "GetInputCharacteristic": variadic,
+        "GetInputType": undefined,
+        "GetVariadicInputMinArity": one,
+        "GetVariadicInputHomogeneity": undefined,
+        "GetOutputCharacteristic": variadic,
+        "GetVariadicOutputMinArity": one,
+        "GetVariadicOutputHomogeneity": one,
+    }
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(functions))
+    return {name: address_of(function) for name, function in functions.items()}
 
 
 @functools.cache
@@ -179,10 +223,10 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
     owner: Owner | None = getattr(_local, "owner", None)
     call: Call | Exception
     try:
-        call = parse_call(native.operator, api.attribute(info, CALL_ATTRIBUTE))
+        native, call = native.read(api.attribute(info, CALL_ATTRIBUTE))
     except (ModelError, RuntimeError) as error:
         call = error
-    kernel = _Kernel(api, native, call, owner)
+    kernel = _Kernel(api, native, call, owner, info)
     (_others if owner is None else owner.kernels).append(kernel)
     ctypes.c_void_p.from_address(place).value = kernel.address
 
@@ -190,7 +234,9 @@ def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
 class _Kernel(Entrances):
     """The kernel of one node in one session. `kernel[context]` runs it and returns a status."""
 
-    def __init__(self, api: Api, native: NativeOperator, call: Call | Exception, owner: Owner | None) -> None:
+    def __init__(
+        self, api: Api, native: NativeOperator, call: Call | Exception, owner: Owner | None, info: int
+    ) -> None:
         super().__init__()
         self._api = api
         self._native = native
@@ -200,7 +246,7 @@ class _Kernel(Entrances):
         if machine_code.entry() is not None:
             self._state = State(api.address, address_of(_python_compute()), self)
             if owner is None or owner.compiles:
-                self._compile(self._state)
+                self._compile(self._state, info)
         self.refill(self._entrance)
 
     @property
@@ -208,7 +254,7 @@ class _Kernel(Entrances):
         """What onnxruntime passes to KernelComputeV2: the state if that is compiled, else this object."""
         return id(self) if self._state is None else self._state.address
 
-    def _compile(self, state: State) -> None:
+    def _compile(self, state: State, info: int) -> None:
         compiled = self._native.operator.compiled_kernel
         if compiled is not None and isinstance(self._call, Call):
             dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
@@ -217,11 +263,18 @@ class _Kernel(Entrances):
                 return
             try:
                 block = machine_code.block(compiled, dtypes)
-            except RegistrationError as error:
-                # The node fails with this reason when it runs.
-                self._call = NodeError(f"{self._call.node}: {error}")
+            except Exception as error:
+                # No exception may reach native code. The node fails with this reason when it runs.
+                kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
+                self._call = NodeError(f"{self._call.node}: {kind}{error}")
             else:
-                state.use(compiled, self._call, block)
+                state.use(compiled, self._call, block, self._products(compiled, dtypes, info))
+
+    def _products(self, compiled: CompiledKernel, dtypes: Sequence[str], info: int) -> Products | None:
+        if not compiled.products:
+            return None
+        element = next(dtype for dtype in dtypes if dtype.startswith("float"))
+        return self._api.products(info, element)
 
     def _entrance(self) -> Callable[[int], int | None]:
         """Return a C function that stores the context in a list, resumes a generator and calls its result."""

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from ortgrad.compiled import layout, machine_code
+from ortgrad.errors import RegistrationError
 from ortgrad.operators.call import Call
-from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
+from ortgrad.operators.compiled import CompiledKernel, Plan, Product, elementwise_plan
+from ortgrad.runtime.c_api import Products
 from ortgrad.runtime.evaluate import declared_shapes
 
 # Elementary operations for which starting another thread pays off, and the limit of blocks.
@@ -36,13 +38,20 @@ class State:
         self._fields[layout.STATE_OBJECT] = id(owner)
         self._plans: list[np.ndarray] = []
         self._kernel: CompiledKernel | None = None
+        self._products: Products | None = None
 
     @property
     def address(self) -> int:
         return self._fields.ctypes.data
 
-    def use(self, kernel: CompiledKernel, call: Call, block: int) -> None:
+    def use(self, kernel: CompiledKernel, call: Call, block: int, products: Products | None) -> None:
         """Make the node run a compiled kernel."""
+        if products is not None:
+            self._products = products
+            self._fields[layout.STATE_ELEMENT] = products.element
+            self._fields[layout.STATE_MEMORY] = products.memory
+            last = layout.STATE_PRODUCTS + len(products.operators)
+            self._fields[layout.STATE_PRODUCTS : last] = products.operators
         contents = {row.parameter for row in call.contract.rows if row.contents}
         self._kernel = kernel
         self._fields[layout.STATE_INPUTS] = len(call.operator.inputs)
@@ -120,6 +129,9 @@ def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any]
         len(tasks),
         len(plan.scratch),
         places[-1],
+        0,  # the place of the products, which is not known yet
+        len(plan.before),
+        len(plan.after),
         *(number for count in tasks for number in (count, _blocks(count, work))),
         *places[:-1],
         *(size for view in (*plan.views, *plan.scratch) for size in view),
@@ -133,12 +145,41 @@ def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any]
             arrays += value
         else:
             fields.append(_bits(value) if kind == "float" else int(value))
-    return [*fields, *arrays]
+    fields += arrays
+    fields[layout.PRODUCTS] = len(fields)
+    for product in (*plan.before, *plan.after):
+        fields += _product_fields(kernel, plan, product, item)
+    return fields
+
+
+def _product_fields(kernel: CompiledKernel, plan: Plan, product: Product, item: int) -> list[int]:
+    """Return the fields of a product.
+
+    Raises RegistrationError if the shapes of its matrices do not fit, or one exceeds its tensor.
+    """
+    into, left, right, transposed = product
+    sizes = dict(zip(kernel.names, map(math.prod, (*plan.views, *plan.scratch)), strict=True))
+    of_left = (left.columns, left.rows) if transposed == "left" else (left.rows, left.columns)
+    of_right = (right.columns, right.rows) if transposed == "right" else (right.rows, right.columns)
+    fit = (
+        kernel.products
+        and of_left[1] == of_right[0]
+        and (into.rows, into.columns) == (of_left[0], of_right[1])
+    )
+    if not fit or any(
+        m.start < 0 or m.start + m.rows * m.columns > sizes[m.tensor] for m in (into, left, right)
+    ):
+        raise RegistrationError(f"a product of {kernel.function.__name__} cannot be computed: {product}")
+    fields = [layout.PRODUCT_KINDS.index(transposed)]
+    for m in (left, right, into):
+        place, size = kernel.names.index(m.tensor), m.rows * m.columns
+        fields += (place, m.start * item, size * item, m.rows, m.columns)
+    return fields
 
 
 def _float_size(inputs: Sequence[np.ndarray]) -> int:
-    """Return the size of an element of the first floating-point input."""
-    return next(array.itemsize for array in inputs if array.dtype.kind == "f")
+    """Return the size of an element of the first floating-point input; 0 if there is none."""
+    return next((array.itemsize for array in inputs if array.dtype.kind == "f"), 0)
 
 
 def _blocks(tasks: int, work: int) -> int:

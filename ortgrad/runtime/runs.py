@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,9 +29,11 @@ _HEADROOM = 120
 # Below _SHALLOW frames the recursion limit is far away, unless it is lower than usual.
 _SHALLOW, _USUAL_LIMIT = 300, 1000
 
+# Stands for the threads of a run in parallel execution mode.
+_EVERY_THREAD = 0
+
 # The number of nested runs. A thread that runs a function for another one inherits its context.
 _depth: ContextVar[int] = ContextVar("depth", default=0)
-_nothing: AbstractContextManager[Any] = nullcontext()
 
 
 class Monitor:
@@ -59,46 +61,77 @@ class Monitor:
 
     def run(
         self,
-        function: Callable[[onnxruntime.RunOptions], Result],
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
         given: onnxruntime.RunOptions | None,
         size: int | None = None,
     ) -> Result:
         """Call a function that runs the session; raises exceptions of its kernels and of signal handlers.
 
-        `size` is the number of bytes that are fed.
+        Its last argument is the options of the run. `size` is the number of bytes that are fed.
         """
-        run = _Run(given)
-        if threading.get_ident() != threading.main_thread().ident:
-            _require_headroom()
-            return self._watch(run, function)
-        if size is not None and size <= self._quick_size:
-            _require_headroom()
-            return self._watch(run, function, size)
-        return call_elsewhere(lambda: self._watch(run, function, size), run.stop)
+        thread = threading.get_ident()
+        if thread != threading.main_thread().ident:
+            size = None
+        elif size is None or size > self._quick_size:
+            return self._run_elsewhere(function, arguments, given, size)
+        _require_headroom()
+        return self._watch(thread, _Run(given), function, arguments, size)
+
+    def _run_elsewhere(
+        self,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        given: onnxruntime.RunOptions | None,
+        size: int | None,
+    ) -> Result:
+        # Only here can a run be stopped, for which it needs options.
+        run = _Run(onnxruntime.RunOptions() if given is None else given, is_given=given is not None)
+        return call_elsewhere(
+            lambda: self._watch(threading.get_ident(), run, function, arguments, size), run.stop
+        )
 
     def _watch(
-        self, run: _Run, function: Callable[[onnxruntime.RunOptions], Result], size: int | None = None
+        self,
+        thread: int,
+        run: _Run,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        size: int | None,
     ) -> Result:
         """Run on this thread, and remember whether inputs of this size are quick."""
-        key = 0 if self._parallel else threading.get_ident()
-        with self._one_at_a_time if self._parallel else _nothing:
-            outer, self._runs[key] = self._runs.get(key), run
-            depth = _depth.get() + 1
+        if self._parallel and thread:
+            with self._one_at_a_time:
+                return self._watch(_EVERY_THREAD, run, function, arguments, size)
+        runs = self._runs
+        outer, depth, start = runs.get(thread), _depth.get() + 1, time.perf_counter()
+        try:
+            runs[thread] = run
             _depth.set(depth)
-            start = time.perf_counter()
-            try:
-                if depth > _MOST_NESTED:
-                    raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
-                return run.watch(function)
-            finally:
-                if size is not None and self._steady:
-                    quick = time.perf_counter() - start <= _SHORT
-                    self._quick_size = max(size, self._quick_size) if quick else -1
-                _depth.set(depth - 1)
-                if outer is None:
-                    del self._runs[key]
-                else:
-                    self._runs[key] = outer
+            if depth > _MOST_NESTED:
+                raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
+            result = function(*arguments, run.options)
+        except Exception as error:
+            malformed = explain(str(error)) if run.error is None else None
+            if malformed is not None:
+                raise malformed from error
+            if run.error is None:
+                raise
+        finally:
+            if size is not None and self._steady:
+                if time.perf_counter() - start > _SHORT:
+                    self._quick_size = -1
+                elif size > self._quick_size:
+                    self._quick_size = size
+            _depth.set(depth - 1)
+            if outer is None:
+                runs.pop(thread, None)
+            else:
+                runs[thread] = outer
+        if run.error is not None:
+            # The exception of a kernel, in place of onnxruntime's.
+            raise run.error
+        return result
 
     def raise_stray(self) -> None:
         """Raise the exception of a kernel that was called on this thread outside of any run."""
@@ -108,7 +141,7 @@ class Monitor:
 
     def start_async(self) -> _Run:
         """Register an asynchronous run."""
-        run = _Run(onnxruntime.RunOptions())
+        run = _Run(None)
         self._async_runs.add(run)
         return run
 
@@ -120,7 +153,7 @@ class Monitor:
     def kernel_failed(self, error: BaseException) -> None:
         """Record the exception of a kernel that failed on this thread."""
         thread = threading.get_ident()
-        run = self._runs.get(0 if self._parallel else thread)
+        run = self._runs.get(_EVERY_THREAD if self._parallel else thread)
         if run is not None:
             run.fail(error)
         elif not self._parallel:
@@ -131,26 +164,14 @@ class Monitor:
 
 
 class _Run:
-    """A run, with the options through which it can be stopped."""
+    """A run, with the options through which it can be stopped; without options it cannot."""
 
-    def __init__(self, given: onnxruntime.RunOptions | None) -> None:
-        self._options = onnxruntime.RunOptions() if given is None else given
-        self._is_given = given is not None
+    __slots__ = ("_is_given", "error", "options")
+
+    def __init__(self, options: onnxruntime.RunOptions | None, *, is_given: bool = True) -> None:
+        self.options = options
+        self._is_given = is_given
         self.error: BaseException | None = None
-
-    def watch(self, function: Callable[[onnxruntime.RunOptions], Result]) -> Result:
-        """Call the function; raises the exception of a failed kernel in place of onnxruntime's."""
-        try:
-            result = function(self._options)
-        except Exception as error:
-            malformed = explain(str(error)) if self.error is None else None
-            if malformed is not None:
-                raise malformed from error
-            if self.error is None:
-                raise
-        if self.error is not None:
-            raise self.error
-        return result
 
     def fail(self, error: BaseException) -> None:
         """Record the failure of a kernel. Only the first counts: later ones may be its consequence."""
@@ -159,13 +180,14 @@ class _Run:
     @contextmanager
     def stop(self) -> Iterator[None]:
         """Make the run end at its next node. The caller's options are restored afterwards."""
-        before = self._options.terminate
-        self._options.terminate = True
+        assert self.options is not None
+        before = self.options.terminate
+        self.options.terminate = True
         try:
             yield
         finally:
             if self._is_given:
-                self._options.terminate = before
+                self.options.terminate = before
 
 
 def _require_headroom() -> None:

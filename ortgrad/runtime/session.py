@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 
 from ortgrad.errors import ModelError
+from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.assertions import explain
@@ -18,6 +19,7 @@ from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native
+from ortgrad.runtime.bindings import Binding, size_of
 from ortgrad.runtime.runs import Monitor
 from ortgrad.threads import call_elsewhere
 
@@ -116,7 +118,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if _FUSES_TOO_MUCH:
             # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.
             disabled.append("MatmulTransposeFusion")
-        if any(node.op_type == "Dropout" and len(node.input) > 2 for node in all_nodes(model.graph.node)):
+        if any(node.op_type == "Dropout" and any(node.input[2:]) for node in all_nodes(model.graph.node)):
             # It would remove a Dropout in training mode if nothing reads the mask.
             disabled.append("EliminateDropout")
         if disabled:
@@ -155,9 +157,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         input_feed: Mapping[str, Any],
         run_options: onnxruntime.RunOptions | None = None,
     ) -> Sequence[Any]:
-        run = super().run
-        size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
-        return self._monitor.run(lambda options: run(output_names, input_feed, options), run_options, size)
+        try:
+            size = sum([value.nbytes for value in input_feed.values()])
+        except AttributeError:
+            # A list, a sequence or an OrtValue.
+            size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
+        return self._monitor.run(super().run, (output_names, input_feed), run_options, size)
 
     def run_with_ort_values(
         self,
@@ -165,16 +170,18 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         input_dict_ort_values: Mapping[str, onnxruntime.OrtValue],
         run_options: onnxruntime.RunOptions | None = None,
     ) -> Sequence[onnxruntime.OrtValue]:
-        run = super().run_with_ort_values
-        return self._monitor.run(
-            lambda options: run(output_names, input_dict_ort_values, options), run_options
-        )
+        size = size_of(input_dict_ort_values.values())
+        arguments = output_names, input_dict_ort_values
+        return self._monitor.run(super().run_with_ort_values, arguments, run_options, size)
+
+    def io_binding(self) -> Binding:
+        return Binding(self)
 
     def run_with_iobinding(
         self, iobinding: onnxruntime.IOBinding, run_options: onnxruntime.RunOptions | None = None
     ) -> None:
-        run = super().run_with_iobinding
-        self._monitor.run(lambda options: run(iobinding, options), run_options)
+        size = iobinding.fed_bytes if isinstance(iobinding, Binding) else None
+        self._monitor.run(super().run_with_iobinding, (iobinding,), run_options, size)
 
     def run_with_ortvaluevector(
         self,
@@ -186,9 +193,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         fetch_devices: Sequence[Any],
     ) -> None:
         run = super().run_with_ortvaluevector
-        self._monitor.run(
-            lambda options: run(options, feed_names, feeds, fetch_names, fetches, fetch_devices), run_options
-        )
+        arguments = feed_names, feeds, fetch_names, fetches, fetch_devices
+        self._monitor.run(lambda *given: run(given[-1], *given[:-1]), arguments, run_options)
 
     def run_async(
         self,
@@ -209,9 +215,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
-    return bool(
-        find_operator(node.op_type, node.domain) and any(a.name == CALL_ATTRIBUTE for a in node.attribute)
-    )
+    declared = find_operator(node.op_type, node.domain) or is_fused(node.op_type, node.domain)
+    return bool(declared and any(a.name == CALL_ATTRIBUTE for a in node.attribute))
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:

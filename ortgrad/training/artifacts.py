@@ -17,6 +17,9 @@ from ortgrad.graph.loading import ModelLike
 from ortgrad.training import onnxblock
 from ortgrad.training.weights import Weights, load_weights, save_model
 
+# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
+_OLDEST_OPSET = 13
+
 __all__ = ["LossType", "OptimType", "generate_artifacts"]
 
 
@@ -85,7 +88,7 @@ def generate_artifacts(
         raise TrainingError(
             "ort_format=True: the stock onnxruntime cannot write training models in ORT format"
         )
-    trained, frozen = list(requires_grad or ()), list(frozen_params or ())
+    trained, frozen = _names(requires_grad), _names(frozen_params)
     both = sorted(set(trained) & set(frozen))
     if both:
         raise TrainingError(
@@ -105,6 +108,8 @@ def generate_artifacts(
     for names, value in ((trained, True), (frozen, False)):
         for name in names:
             block.requires_grad(name, value)
+    if (_opset(weights.model) or 1) < _OLDEST_OPSET:
+        weights.model = _converted(weights.model)
     outputs = [value.name for value in weights.model.graph.output]
     if loss_input_names:
         outputs = list(loss_input_names)
@@ -166,6 +171,10 @@ def _optimizer_block(optimizer: OptimType | onnxblock.Block | None) -> onnxblock
     return optimizer
 
 
+def _names(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
 def _extra_outputs(names: Any) -> list[str]:
     if isinstance(names, (str, bytes)) or not isinstance(names, Sequence | None):
         raise TrainingError(
@@ -176,6 +185,17 @@ def _extra_outputs(names: Any) -> list[str]:
 
 def _opset(model: onnx.ModelProto) -> int | None:
     return next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), None)
+
+
+def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in the opset in which gradients are built."""
+    from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
+    from ortgrad.passes.opset import at_minimum_opset
+
+    try:
+        return write(at_minimum_opset(read(model)), model)
+    except ModelError as error:
+        raise TrainingModelError(str(error)) from error
 
 
 def _save(weights: Weights, block: onnxblock.TrainingBlock, folder: Path, prefix: str, nominal: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, subgraphs
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.operators.declaration import DOMAIN
@@ -139,35 +141,35 @@ def _correct_variance(model: ir.Model, node: ir.Node, names: Names) -> None:
 def in_evaluation(source: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of the model in which BatchNormalization and Dropout are in evaluation mode."""
     model = copy_of(source)
-    for nodes in (model.graph.node, *(function.node for function in model.functions)):
-        for node in all_nodes(nodes):
-            if node.domain not in ("", "ai.onnx"):
-                continue
-            if node.op_type == "Dropout" and len(node.input) > 2:
-                node.input[2] = ""
-            elif node.op_type == "BatchNormalization":
-                for attribute in node.attribute:
-                    if attribute.name == "training_mode":
-                        attribute.i = 0
-    _drop_statistics(model.graph)
+    for graph in all_graphs(model.graph):
+        _evaluate(graph.node, {value.name for value in graph.output})
+    for function in model.functions:
+        _evaluate(function.node, set(function.output))
+        for node in all_nodes(function.node):
+            for graph in subgraphs(node):
+                _evaluate(graph.node, {value.name for value in graph.output})
     return model
 
 
-def _drop_statistics(graph: onnx.GraphProto) -> None:
-    """Remove the outputs of BatchNormalization that exist only in training; readers get the inputs."""
-    nodes = list(graph.node)
-    read = {name for node in all_nodes(nodes) for name in node.input} | {value.name for value in graph.output}
+def _evaluate(nodes: Any, outputs: set[str]) -> None:
+    """Switch the nodes of one graph to evaluation mode; `outputs` are the outputs of the graph."""
+    read = outputs | {name for node in all_nodes(nodes) for name in node.input}
     kept: list[onnx.NodeProto] = []
     for node in nodes:
         kept.append(node)
-        if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and len(node.output) > 1:
-            # Opset 9 has further outputs: the statistics of the batch, which nothing reads in evaluation.
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        if node.op_type == "Dropout" and len(node.input) > 2:
+            node.input[2] = ""
+        elif node.op_type == "BatchNormalization":
+            for attribute in node.attribute:
+                if attribute.name == "training_mode":
+                    attribute.i = 0
+            # The further outputs exist only in training: the running statistics and, in opset 9, the batch's.
             statistics = zip(node.output[1:], (node.input[3], node.input[4]) * 2, strict=False)
-            kept += [
-                onnx.helper.make_node("Identity", [source], [output])
-                for output, source in statistics
-                if output in read
-            ]
+            copies = [(old, new) for new, old in statistics if new in read]
+            kept += [onnx.helper.make_node("Identity", [old], [new]) for old, new in copies]
             del node.output[1:]
-    del graph.node[:]
-    graph.node.extend(kept)
+    if len(kept) > len(nodes):
+        del nodes[:]
+        nodes.extend(kept)

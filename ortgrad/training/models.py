@@ -46,6 +46,7 @@ def take_parameters(
     """
     graph = model.graph
     named = {*requires_grad, *frozen}
+    _move_constants(graph, named)
     taken = [tensor for tensor in graph.initializer if not named or tensor.name in named]
     names = {tensor.name for tensor in taken}
     settings = _settings(model, names - set(requires_grad))
@@ -63,6 +64,21 @@ def take_parameters(
     del graph.input[:]
     graph.input.extend(inputs)
     return parameters
+
+
+def _move_constants(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    """Make initializers of Constant nodes with these outputs; some exporters write weights as such nodes."""
+    kept = []
+    for node in graph.node:
+        tensor = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        if node.op_type == "Constant" and tensor is not None and node.output[0] in names:
+            graph.initializer.add().CopyFrom(tensor)
+            graph.initializer[-1].name = node.output[0]
+        else:
+            kept.append(node)
+    if len(kept) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept)
 
 
 def _settings(model: onnx.ModelProto, names: Collection[str]) -> set[str]:
@@ -149,16 +165,14 @@ def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx
 
 def _scalar(model: onnx.ModelProto, loss: str) -> str:
     """Return the name of the loss as a scalar; a loss with one element and dimensions is reshaped."""
-    value = next(value for value in model.graph.output if value.name == loss)
-    tensor = value.type.tensor_type
-    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    tensor = next(value for value in model.graph.output if value.name == loss).type.tensor_type
     if tensor.elem_type not in FLOATS:
         raise TrainingModelError(f"the loss {loss!r} is not a floating-point tensor")
+    sizes = [dim.dim_value or dim.dim_param or "?" for dim in tensor.shape.dim]
     if tensor.HasField("shape") and not sizes:
         return loss
-    if any(size is not None and size != 1 for size in sizes):
-        shape = [dim.dim_param or dim.dim_value or "?" for dim in tensor.shape.dim]
-        raise TrainingModelError(f"the loss {loss!r} is not a scalar: its shape is {shape}; reduce it")
+    if any(size not in (1, "?") for size in sizes):
+        raise TrainingModelError(f"the loss {loss!r} is not a scalar: its shape is {sizes}; reduce it")
     taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
     scalar, shape_name = (_fresh(f"{loss}/{part}", taken) for part in ("scalar", "shape"))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(0, np.int64), shape_name))

@@ -52,6 +52,7 @@ class BoundSession:
         # The binding does not keep the memory of its values alive.
         self._inputs: dict[str, onnxruntime.OrtValue] = {}
         self._outputs: dict[str, onnxruntime.OrtValue] = {}
+        self._feeds: dict[str, np.ndarray] = {}
         self._arrays: dict[str, np.ndarray] = {}
         self._places: dict[str, int] = {}
 
@@ -59,7 +60,7 @@ class BoundSession:
         """Bind inputs and outputs to arrays for all runs."""
         for name, array in inputs.items():
             self._check(name, array.shape, _type_of(array), f"parameter {name!r}", TrainingModelError)
-            self._inputs[name] = as_ort_value(array)
+            self._feeds[name], self._inputs[name] = array, as_ort_value(array)
             self._binding.bind_ortvalue_input(name, self._inputs[name])
         for name, array in outputs.items():
             self._arrays[name] = array
@@ -135,7 +136,7 @@ class BoundSession:
 
     def _run_on_strings(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Run without a binding, which cannot hold strings; the outputs are copied to their places."""
-        feeds: dict[str, Any] = {name: value.numpy() for name, value in self._inputs.items()}
+        feeds: dict[str, Any] = dict(self._feeds)
         for name, value in zip(self.user_inputs, values, strict=True):
             feeds[name] = value.numpy() if isinstance(value, onnxruntime.OrtValue) else value
         names = [*self._arrays, *self.user_outputs]

@@ -49,6 +49,12 @@ def load_weights(model: ModelLike, parameters: Collection[str]) -> Weights:
             proto = load_model(model)
         return Weights(proto)
     taken = [t for t in proto.graph.initializer if t.name in parameters]
+    rest = sum(_bytes(tensor) for tensor in proto.graph.initializer if tensor.name not in parameters)
+    if rest > LARGE:
+        raise ModelError(
+            f"initializers with {rest / 2**30:.1f} GiB are neither in requires_grad nor in frozen_params and "
+            "would stay in the models; name them in frozen_params, so that the checkpoint holds them"
+        )
     light = _without_values(proto, {tensor.name for tensor in taken})
     for graph in all_graphs(light.graph):
         for tensor in _tensors(graph):

@@ -1,103 +1,264 @@
-"""ConvGrad for Numba, without columns: every tap of the kernel reads the same padded row at another place.
+"""ConvGrad for Numba: both gradients are sums of products that `add_products` computes in registers.
 
-A channel is copied into a box: the padded input, divided by the strides into components so that one step of a
-window is one element, and flattened. The boxes of several samples follow each other. Let E be dY in boxes of
-the same pitch with zeros around it, and X_r the component r of X. With k the flattened position, and o(t) and
-r(t) the offset and the component of tap t,
+dX is a convolution of dY, in a box with zeros around it, with the weights. A tile has a row for each of some
+channels and columns for consecutive positions, so that a tap of the kernel is a shift of the columns. With
+strides, dX is divided into parts, each of which has its own taps and is such a convolution. Where rows of dX
+are short, the columns are copied together first, as they would otherwise hold many zeros.
 
-    dW[m, c, t] = sum over k of E[m, k] X_r(t)[c, k + o(t)]
-    dX_r[c, k] = sum over m, and over t with r(t) = r, of W[m, c, t] E[m, k - o(t)]
+dW is the product of X, in a box with its padding, and the transposed dY. A tile has a row for each of some
+pairs of channel and tap, and columns for filters, so that X is not copied for every tap.
 
-so both gradients are sums over long contiguous rows. The products with the zeros around dY must vanish, so
-the NumPy kernel takes over if X or W contain NaN or infinities.
+The products of W with the zeros around dY must vanish, so the NumPy kernel takes over if W contains NaN or
+infinities.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_rows, allocate, allocate_integers, double, release
+from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, double, transpose
 from ortgrad.operators.compiled import Plan
-from ortgrad.ops._windows import windows
+from ortgrad.ops._windows import Windows, windows
+from ortgrad.ops.conv._compiled_dw import aligned, weights_task
+from ortgrad.ops.conv._compiled_dx import channels_task
+from ortgrad.ops.conv._geometry import (
+    COLUMNS,
+    DW_TASKS,
+    DX_TASKS,
+    DY_BOX,
+    DY_BOXES,
+    DY_HEAD,
+    FILTERS,
+    GROUPS,
+    HEAD,
+    OUTPUT,
+    SAMPLES,
+    SIZE,
+    TRANSPOSITIONS,
+    X_BOX,
+    X_BOXES,
+)
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
+    Known = tuple[int | None, ...] | None
 
-# Elements of a row that are worked on at once: some rows of this length fit into the nearest cache.
-_CHUNK = 1024
-# Elements of the boxes of a channel that a task works on: as many samples as fit, at least one.
-_ROW = 8192
-# The most channels and filters of a task for dW. With fewer tasks than this they are fewer.
-_CHANNELS, _FILTERS, _FEW = 12, 64, 8
-
-# Places in `geometry`: first what has three numbers, one per dimension.
-_OUTPUT, _SIZE, _STRIDE, _HEAD, _BOX = 0, 3, 6, 9, 12
-_GROUPS = 15
-_LEAD = 16  # zeros before the first element of dY in its box
-_DX_TASKS, _DW_TASKS = 17, 18
-_CHANNELS_OF_TASK, _FILTERS_OF_TASK = 19, 20  # for dW
-_SAMPLES = 21  # whose boxes are worked on at once
+# The time of copying a run of up to 16 columns, in units of that of a product with a vector of 16 channels.
+_COPY = 3
+# As many tasks as keep several threads busy, if each has enough products, and enough channels, or pairs of
+# channel and tap. With panels it has more channels, as each task copies the columns for itself.
+_TASKS, _PRODUCTS = 16, 1 << 20
+_FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 96, 24, 288
+# Blocks of positions of a task. With strides, a part uses few of the weights that are loaded together, so
+# that it should use each for many positions.
+_BLOCKS, _BLOCKS_OF_PARTS = 2, 4
+# Pairs fill tiles, and squares that are transposed at once.
+_PAIRS = 48
 
 
 def plan(
     dy: Sizes, x: Sizes, w: Sizes, dx: Sizes | None, dw: Sizes | None, db: Sizes | None, **attributes: Any
 ) -> Plan | None:
     """Return the plan; None for tensors without elements, and for more than three spatial dimensions."""
-    group, rank = attributes.pop("group"), len(x) - 2
+    group = attributes.pop("group")
     attributes.pop("kernel_shape")
     win = windows(x[2:], w[2:], **attributes)
-    if dy[2:] != win.outputs or rank > 3 or not math.prod(x) * math.prod(w):
+    if dy[2:] != win.outputs or win.rank > 3 or not math.prod(x) * math.prod(w):
         return None
-    ones, zeros = (1,) * (3 - rank), (0,) * (3 - rank)
-    sizes, outputs, strides = ones + win.sizes, ones + win.outputs, ones + win.strides
-    heads, tails = zeros + win.heads, zeros + win.tails
-    box = [-(-(n + a + b) // s) for n, a, b, s in zip(sizes, heads, tails, strides, strict=True)]
-    pitches = box[1] * box[2], box[2], 1
-    components, offsets = [], []
-    for tap in itertools.product(*map(range, ones + win.kernel)):
-        reach = [k * d for k, d in zip(tap, ones + win.dilations, strict=True)]
-        parts = [r % s for r, s in zip(reach, strides, strict=True)]
-        components.append((parts[0] * strides[1] + parts[1]) * strides[2] + parts[2])
-        offsets.append(sum(r // s * p for r, s, p in zip(reach, strides, pitches, strict=True)))
-    taps = sorted(range(len(offsets)), key=lambda t: components[t])
-    firsts = [sum(c < i for c in components) for i in range(math.prod(strides) + 1)]
-    lead = max(offsets)
-    samples, (filters, channels) = x[0], w[:2]
-    together = min(samples, max(1, _ROW // math.prod(box)))
-    # The rows of dY are read once per task for dW, so it should have many channels.
-    channels_of_task, filters_of_task = _CHANNELS, _FILTERS
-    while group * -(-channels // channels_of_task) * -(-filters // group // filters_of_task) < _FEW:
-        if channels_of_task > 3:
-            channels_of_task //= 2
-        elif filters_of_task > 4:
-            filters_of_task //= 2
-        else:
-            break
-    blocks = group * -(-channels // channels_of_task)
-    dx_tasks = 0 if dx is None else -(-samples // together) * group * -(-channels // 4)
-    dw_tasks = 0 if dw is None else blocks * -(-filters // group // filters_of_task)
-    scalars = group, lead, dx_tasks, dw_tasks, channels_of_task, filters_of_task, together
-    flat = [(*shape[:2], math.prod(shape[2:])) for shape in (dy, x, w)]
+    win = _in_three_dimensions(win)
+    samples, filters, channels, taps = x[0], w[0] // group, w[1], math.prod(w[2:])
+    positions = math.prod(win.outputs)
+    tasks = min(_TASKS, max(1, samples * math.prod(w) * positions // _PRODUCTS))
+    division = _Division.of(win, samples, group, channels, tasks)
+    dx_tasks, table = division.table()
+    pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps, tasks)
+    dw_tasks = group * -(-filters // COLUMNS) * -(-channels * taps // pairs)
+    dx_tasks, dw_tasks = dx_tasks if dx else 0, dw_tasks if dw else 0
+    x_in_place = not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
+    dy_in_place = win.outputs == win.sizes == division.box and positions % TILE == 0
+    x_box, box = win.sizes if x_in_place else win.reach, division.box
+    dy_boxes = samples * dy[1] if dx and not dy_in_place else 0
+    x_boxes = samples * x[1] if dw and not x_in_place else 0
+    transpositions = samples * group * -(-filters // TILE) if dw else 0
+    geometry = (
+        *(*win.outputs, *win.sizes, *win.strides, *win.heads, *x_box, *box, *division.heads),
+        *(samples, group, filters, channels, taps, x_in_place, dy_in_place, division.panels),
+        *(dy_boxes, x_boxes, transpositions, dx_tasks, dw_tasks),
+        *(division.channels_of_task, division.blocks_of_task, pairs),
+    )
+    flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
-        tasks=(samples * filters, dx_tasks + dw_tasks + (filters if db else 0)),
-        views=[*flat, flat[1] if dx else (0, 0, 0), flat[2] if dw else (0, 0, 0), db or (0,)],
+        tasks=(
+            dy_boxes + x_boxes + transpositions + (w[0] if dx else 0),
+            dx_tasks + dw_tasks + (w[0] if db else 0),
+        ),
+        views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
         numbers={
-            "geometry": [*outputs, *sizes, *strides, *heads, *box, *scalars],
-            "components": components,
-            "offsets": offsets,
-            "taps": taps,
-            "firsts": firsts,
+            "geometry": [int(number) for number in geometry],
+            "taps": [tap for part in division.parts for tap in part.taps],
+            "shifts": [_place(shift, box) for part in division.parts for shift in part.shifts],
+            "parts": table,
+            "offsets": [_place(reach, x_box) for reach in _reaches(win)],
         },
-        work=samples * math.prod(w) * math.prod(outputs) // 8,
-        scratch=[(filters * (lead + samples * math.prod(box)) + SLACK,)],
+        work=samples * math.prod(w) * positions // 8,
+        scratch=[
+            # Columns are read up to a multiple of 16, and the last row has no other behind it.
+            (dy_boxes * math.prod(box) + COLUMNS + TILE + box[2] if dy_boxes else 0,),
+            (x_boxes * math.prod(x_box),),
+            (transpositions * TILE * positions + TILE if dw else 0,),
+        ],
     )
 
 
-def embed(
+def is_fastest(dy: Known, x: Known, w: Known, *, group: int, strides: Sequence[int] | None, **_: Any) -> bool:
+    """Return whether the compiled kernel is faster than the body, as was measured."""
+    if w is None:
+        return True
+    if len(w) > 5 or (w[1] == 1 and group > 1):
+        return False
+    # Where windows do not overlap, the body copies nothing either.
+    steps = strides or [1] * len(w[2:])
+    return any(k is None or k > s for k, s in zip(w[2:], steps, strict=False))
+
+
+def _in_three_dimensions(win: Windows) -> Windows:
+    """The same windows in three dimensions; those of a pointwise convolution in one row."""
+    if max(win.kernel) == 1 and win.outputs == win.sizes and not any(win.heads):
+        size, one, zero = (1, 1, math.prod(win.sizes)), (1, 1, 1), (0, 0, 0)
+        return Windows(size, size, one, one, one, zero, zero)
+    ones, zeros = (1,) * (3 - win.rank), (0,) * (3 - win.rank)
+    return Windows(
+        *(ones + sizes for sizes in (win.sizes, win.outputs, win.kernel, win.strides, win.dilations)),
+        *(zeros + pads for pads in (win.heads, win.tails)),
+    )
+
+
+def _reaches(win: Windows) -> list[Sizes]:
+    """Where each tap is in a window."""
+    taps = itertools.product(*map(range, win.kernel))
+    return [tuple(k * d for k, d in zip(tap, win.dilations, strict=True)) for tap in taps]
+
+
+def _place(position: Sequence[int], box: Sequence[int]) -> int:
+    return (position[0] * box[1] + position[1]) * box[2] + position[2]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The elements of dX whose place in the padded X, divided by the strides, leaves a certain remainder.
+
+    Its position p is that of the padded X, divided by the strides. Its taps read dY at p - shift.
+    """
+
+    remainder: Sizes
+    first: Sizes
+    count: Sizes
+    taps: tuple[int, ...]
+    shifts: tuple[Sizes, ...]
+
+    @classmethod
+    def all(cls, win: Windows) -> list[_Part]:
+        """Return the parts that have elements."""
+        taps: dict[Sizes, list[tuple[int, Sizes]]] = {}
+        for tap, reach in enumerate(_reaches(win)):
+            remainder = tuple(r % s for r, s in zip(reach, win.strides, strict=True))
+            shift = tuple(r // s for r, s in zip(reach, win.strides, strict=True))
+            taps.setdefault(remainder, []).append((tap, shift))
+        parts = []
+        for remainder in itertools.product(*map(range, win.strides)):
+            firsts, counts = [], []
+            for r, s, h, n in zip(remainder, win.strides, win.heads, win.sizes, strict=True):
+                firsts.append(-((r - h) // s))
+                counts.append((n - 1 + h - r) // s - firsts[-1] + 1)
+            own = taps.get(remainder, [])
+            if min(counts) > 0:
+                shifts = tuple(shift for _, shift in own)
+                parts.append(cls(remainder, tuple(firsts), tuple(counts), tuple(t for t, _ in own), shifts))
+        return parts
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How dX is divided into tasks, and the boxes of dY for it."""
+
+    parts: list[_Part]
+    samples: int
+    group: int
+    channels: int
+    heads: Sizes  # zeros before dY in its box
+    box: Sizes
+    panels: bool
+    blocks_of_task: int
+    channels_of_task: int
+
+    @classmethod
+    def of(cls, win: Windows, samples: int, group: int, channels: int, tasks: int) -> _Division:
+        parts = _Part.all(win)
+        heads, box = [], []
+        for axis, outputs in enumerate(win.outputs):
+            ranges = [
+                (part.first[axis] - shift[axis], part.count[axis]) for part in parts for shift in part.shifts
+            ]
+            before = max(0, *(-first for first, _ in ranges), 0)
+            behind = max(0, *(first + count - outputs for first, count in ranges), 0)
+            heads.append(before)
+            # Zeros behind a row are those before the next one.
+            zeros = max(before, behind) if axis == 2 else before + behind
+            most = max(part.count[axis] for part in parts) if axis == 2 else 0
+            box.append(max(outputs + zeros, most))
+        blocks = _BLOCKS if len(parts) == 1 else _BLOCKS_OF_PARTS
+        whole = cls(parts, samples, group, channels, tuple(heads), tuple(box), False, blocks, channels)
+        panels = replace(whole, panels=True)
+        best = panels if panels._cost() < whole._cost() else whole
+        while best.table()[0] < tasks and best.blocks_of_task > 1:
+            best = replace(best, blocks_of_task=best.blocks_of_task // 2)
+        splits = -(-tasks // best.table()[0])
+        few = max(_FEW_CHANNELS_OF_PANELS if best.panels else _FEW_CHANNELS, -(-channels // splits))
+        return replace(best, channels_of_task=min(channels, -(-few // TILE_ROWS) * TILE_ROWS))
+
+    def _lines(self, part: _Part) -> tuple[int, int]:
+        """Return the number of lines of consecutive positions, and their length."""
+        if self.panels:
+            return 1, self.samples * math.prod(part.count)
+        return self.samples * part.count[0], (part.count[1] - 1) * self.box[2] + part.count[2]
+
+    def _cost(self) -> float:
+        cost = 0.0
+        for part in self.parts:
+            lines, length = self._lines(part)
+            cost += len(part.taps) * lines * -(-length // TILE) * self.channels
+            if self.panels:
+                width = part.count[2]
+                cost += len(part.taps) * lines * length / width * -(-width // TILE) * _COPY
+        return cost
+
+    def table(self) -> tuple[int, list[int]]:
+        """Return the number of tasks, and the table of parts for the kernel."""
+        tasks, table, tap = 0, [], 0
+        splits = -(-self.channels // self.channels_of_task)
+        for part in self.parts:
+            lines, length = self._lines(part)
+            units = -(-length // (self.blocks_of_task * COLUMNS))
+            table += [tasks, *part.first, *part.count, *part.remainder, tap, len(part.taps), units]
+            tasks += lines * units * self.group * splits
+            tap += len(part.taps)
+        return tasks, table
+
+
+def _pairs_of_task(blocks: int, pairs: int, tasks: int) -> int:
+    """Return the number of pairs of channel and tap of a task, for so many blocks of filters."""
+    wanted = max(_FEW_PAIRS, -(-pairs * blocks // tasks))
+    unit = _PAIRS if wanted >= _PAIRS else TILE_ROWS
+    return min(_MOST_PAIRS, -(-wanted // unit) * unit)
+
+
+def prepare(
     task: int,
     dy: np.ndarray,
     x: np.ndarray,
@@ -105,27 +266,81 @@ def embed(
     dx: np.ndarray,
     dw: np.ndarray,
     db: np.ndarray,
-    boxes: np.ndarray,
+    dy_boxes: np.ndarray,
+    x_boxes: np.ndarray,
+    turned: np.ndarray,
     geometry: np.ndarray,
-    components: np.ndarray,
-    offsets: np.ndarray,
     taps: np.ndarray,
-    firsts: np.ndarray,
+    shifts: np.ndarray,
+    parts: np.ndarray,
+    offsets: np.ndarray,
+) -> bool:
+    """Copy a channel of dY or X into its box, transpose dY of some filters, or check W of a filter."""
+    if task < geometry[DY_BOXES]:
+        _embed(task, dy, OUTPUT, dy_boxes, DY_BOX, DY_HEAD, geometry)
+        if task == geometry[DY_BOXES] - 1:
+            plane = geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
+            clear(dy_boxes, (task + 1) * plane, len(dy_boxes) - (task + 1) * plane)
+        return False
+    task -= geometry[DY_BOXES]
+    if task < geometry[X_BOXES]:
+        _embed(task, x, SIZE, x_boxes, X_BOX, HEAD, geometry)
+        return False
+    task -= geometry[X_BOXES]
+    if task < geometry[TRANSPOSITIONS]:
+        _transpose_filters(task, dy, aligned(turned), geometry)
+        return False
+    task -= geometry[TRANSPOSITIONS]
+    filters = geometry[FILTERS] * geometry[GROUPS]
+    size = len(w) // filters
+    total, values = 0.0, w[task * size : (task + 1) * size]
+    for k in range(size):
+        total += values[k] * 0.0
+    return total != 0.0
+
+
+def _embed(
+    channel: int, source: np.ndarray, size: int, boxes: np.ndarray, box: int, head: int, geometry: np.ndarray
 ) -> None:
-    """Copy one channel of dY into its box."""
-    sample, m = task // dy.shape[1], task % dy.shape[1]
-    length, values = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2], dy[sample, m]
-    place = _place(dy, geometry, sample, m)
-    box = boxes[place - (geometry[_LEAD] if sample == 0 else 0) : place + length]
-    for k in range(len(box)):
-        box[k] = 0.0
-    rows, width = geometry[_OUTPUT + 1], geometry[_OUTPUT + 2]
-    box = boxes[place : place + length]
-    for i in range(geometry[_OUTPUT] * rows):
-        start = (i // rows * geometry[_BOX + 1] + i % rows) * geometry[_BOX + 2]
-        to, row = box[start : start + width], values[i * width : (i + 1) * width]
-        for k in range(width):
-            to[k] = row[k]
+    """Copy a channel into its box; `size`, `box` and `head` are places in the geometry."""
+    depth, height, width = geometry[size], geometry[size + 1], geometry[size + 2]
+    rows, pitch = geometry[box + 1], geometry[box + 2]
+    # Windows may see padding only, and the box ends where they do.
+    before = min(geometry[head + 2], pitch)
+    count = min(width, pitch - before)
+    for i in range(geometry[box] * rows):
+        z, y = i // rows - geometry[head], i % rows - geometry[head + 1]
+        start = (channel * geometry[box] * rows + i) * pitch
+        if z < 0 or z >= depth or y < 0 or y >= height:
+            clear(boxes, start, pitch)
+            continue
+        clear(boxes, start, before)
+        copy_elements(boxes, start + before, source, ((channel * depth + z) * height + y) * width, count)
+        clear(boxes, start + before + count, pitch - before - count)
+
+
+def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: np.ndarray) -> None:
+    """Transpose dY of up to 16 filters of a sample. Filters that do not exist have zeros."""
+    filters, positions = geometry[FILTERS], geometry[OUTPUT] * geometry[OUTPUT + 1] * geometry[OUTPUT + 2]
+    slices = (filters + TILE - 1) // TILE
+    sample, group, first = (
+        task // slices // geometry[GROUPS],
+        task // slices % geometry[GROUPS],
+        task % slices,
+    )
+    first *= TILE
+    block = first // COLUMNS * COLUMNS
+    columns, count = min(COLUMNS, slices * TILE - block), min(TILE, filters - first)
+    place = (group * slices * TILE + block) * geometry[SAMPLES] * positions
+    place += sample * positions * columns + first - block
+    source = ((sample * geometry[GROUPS] + group) * filters + first) * positions
+    p = 0
+    while count == TILE and p + TILE <= positions:
+        transpose(turned, place + p * columns, columns, dy, source + p, positions)
+        p += TILE
+    for k in range(p, positions):
+        for i in range(TILE):
+            turned[place + k * columns + i] = dy[source + i * positions + k] if i < count else 0.0
 
 
 def conv_grad_task(
@@ -136,235 +351,29 @@ def conv_grad_task(
     dx: np.ndarray,
     dw: np.ndarray,
     db: np.ndarray,
-    boxes: np.ndarray,
+    dy_boxes: np.ndarray,
+    x_boxes: np.ndarray,
+    turned: np.ndarray,
     geometry: np.ndarray,
-    components: np.ndarray,
-    offsets: np.ndarray,
     taps: np.ndarray,
-    firsts: np.ndarray,
+    shifts: np.ndarray,
+    parts: np.ndarray,
+    offsets: np.ndarray,
 ) -> bool:
-    """Compute dX of four channels of some samples, dW of some channels and filters, or dB of a filter."""
-    if task < geometry[_DX_TASKS]:
-        return _channels_task(task, dy, w, dx, boxes, geometry, offsets, taps, firsts)
-    task -= geometry[_DX_TASKS]
-    if task < geometry[_DW_TASKS]:
-        return _weights_task(task, dy, x, w, dw, boxes, geometry, components, offsets, len(firsts) - 1)
-    task -= geometry[_DW_TASKS]
+    """Compute dX of some channels and positions, dW of some filters, or dB of a filter."""
+    if task < geometry[DX_TASKS]:
+        return channels_task(task, dy, w, dx, dy_boxes, geometry, taps, shifts, parts)
+    task -= geometry[DX_TASKS]
+    if task < geometry[DW_TASKS]:
+        return weights_task(task, x, dw, x_boxes, turned, geometry, offsets)
+    task -= geometry[DW_TASKS]
+    filters, positions = geometry[FILTERS] * geometry[GROUPS], len(dy) // geometry[SAMPLES]
+    positions //= filters
     total = double(0.0)
-    for sample in range(dy.shape[0]):
-        values = dy[sample, task]
-        for k in range(len(values)):
+    for sample in range(geometry[SAMPLES]):
+        place = (sample * filters + task) * positions
+        values = dy[place : place + positions]
+        for k in range(positions):
             total += double(values[k])
     db[task] = total
     return False
-
-
-def _channels_task(
-    task: int,
-    dy: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    boxes: np.ndarray,
-    geometry: np.ndarray,
-    offsets: np.ndarray,
-    taps: np.ndarray,
-    firsts: np.ndarray,
-) -> bool:
-    """Compute dX of up to four channels of some samples."""
-    groups, channels, filters = geometry[_GROUPS], w.shape[1], w.shape[0] // geometry[_GROUPS]
-    quads = (channels + 3) // 4
-    pack, group, channel = task // (groups * quads), task // quads % groups, task % quads * 4
-    count, first = min(4, channels - channel), pack * geometry[_SAMPLES]
-    samples = min(geometry[_SAMPLES], dy.shape[0] - first)
-    box = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
-    stride = samples * box + SLACK
-    sums, weights = allocate(4 * stride), allocate(4 * filters * len(taps))
-    starts = allocate_integers(filters * len(taps))
-    failed = len(sums) == 0 or len(weights) == 0 or len(starts) == 0
-    for component in range(0 if failed else len(firsts) - 1):
-        own, term, total = taps[firsts[component] : firsts[component + 1]], 0, 0.0
-        for m in range(group * filters, (group + 1) * filters):
-            place = _place(dy, geometry, first, m)
-            for t in own:
-                starts[term] = place - offsets[t]
-                for i in range(4):
-                    weights[4 * term + i] = w[m, channel + i, t] if i < count else 0.0
-                    total += weights[4 * term + i] * 0.0
-                term += 1
-        failed = failed or total != 0.0
-        add_rows(sums, stride, boxes, starts[:term], weights, samples * box)
-        for sample in range(samples):
-            for i in range(count):
-                values = sums[i * stride + sample * box : i * stride + (sample + 1) * box]
-                _copy(dx[first + sample, group * channels + channel + i], values, component, geometry, False)
-    release(sums)
-    release(weights)
-    release(starts)
-    return failed
-
-
-def _place(dy: np.ndarray, geometry: np.ndarray, sample: int, m: int) -> int:
-    """The place of the first element of a channel of dY in the boxes."""
-    box = geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
-    return m * (geometry[_LEAD] + dy.shape[0] * box) + geometry[_LEAD] + sample * box
-
-
-def _weights_task(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    dw: np.ndarray,
-    boxes: np.ndarray,
-    geometry: np.ndarray,
-    components: np.ndarray,
-    offsets: np.ndarray,
-    parts: int,
-) -> bool:
-    """Compute dW of some channels and filters; `parts` is the number of components."""
-    channels, filters = w.shape[1], w.shape[0] // geometry[_GROUPS]
-    step, most = geometry[_CHANNELS_OF_TASK], geometry[_FILTERS_OF_TASK]
-    channel_tasks, filter_tasks = (channels + step - 1) // step, (filters + most - 1) // most
-    group, channel = task // (channel_tasks * filter_tasks), task // filter_tasks % channel_tasks * step
-    first = group * filters + task % filter_tasks * most
-    last = min(first + most, (group + 1) * filters)
-    count, box = min(step, channels - channel), geometry[_BOX] * geometry[_BOX + 1] * geometry[_BOX + 2]
-    memory = allocate(count * parts * geometry[_SAMPLES] * box)
-    if len(memory) == 0:
-        return True
-    # What lies between the first and the last element of dY in its box.
-    rows = (geometry[_OUTPUT] - 1) * geometry[_BOX + 1] + geometry[_OUTPUT + 1] - 1
-    reach = rows * geometry[_BOX + 2] + geometry[_OUTPUT + 2]
-    finite = True
-    for pack in range((x.shape[0] + geometry[_SAMPLES] - 1) // geometry[_SAMPLES]):
-        sample = pack * geometry[_SAMPLES]
-        samples = min(geometry[_SAMPLES], x.shape[0] - sample)
-        length = samples * box
-        span = parts * length
-        for i in range(count):
-            for component in range(parts):
-                for j in range(samples):
-                    into = memory[i * span + component * length + j * box :]
-                    _copy(x[sample + j, group * channels + channel + i], into, component, geometry, True)
-        total, used = 0.0, memory[: count * span]
-        for k in range(len(used)):
-            total += used[k] * 0.0
-        finite = finite and total == 0.0
-        end, pitch = length - box + reach, geometry[_LEAD] + x.shape[0] * box
-        for start in range(0, end, _CHUNK):
-            n, at = min(_CHUNK, end - start), _place(dy, geometry, sample, 0) + start
-            column = 0
-            while column < count * len(offsets):
-                columns = 3 if column + 3 <= count * len(offsets) else 1
-                c0, t0 = column // len(offsets), column % len(offsets)
-                x0 = memory[c0 * span + components[t0] * length + offsets[t0] + start :]
-                m = first
-                if columns == 3:
-                    c1, t1 = (column + 1) // len(offsets), (column + 1) % len(offsets)
-                    c2, t2 = (column + 2) // len(offsets), (column + 2) % len(offsets)
-                    x1 = memory[c1 * span + components[t1] * length + offsets[t1] + start :]
-                    x2 = memory[c2 * span + components[t2] * length + offsets[t2] + start :]
-                    while m + 4 <= last:
-                        d0, d1 = boxes[m * pitch + at :], boxes[(m + 1) * pitch + at :]
-                        d2, d3 = boxes[(m + 2) * pitch + at :], boxes[(m + 3) * pitch + at :]
-                        a0, a1, a2, b0, b1, b2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-                        e0, e1, e2, f0, f1, f2 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-                        for k in range(n):
-                            p0, p1, p2, p3, q0, q1, q2 = d0[k], d1[k], d2[k], d3[k], x0[k], x1[k], x2[k]
-                            a0 += p0 * q0
-                            a1 += p0 * q1
-                            a2 += p0 * q2
-                            b0 += p1 * q0
-                            b1 += p1 * q1
-                            b2 += p1 * q2
-                            e0 += p2 * q0
-                            e1 += p2 * q1
-                            e2 += p2 * q2
-                            f0 += p3 * q0
-                            f1 += p3 * q1
-                            f2 += p3 * q2
-                        fresh = sample == 0 and start == 0
-                        _add_to_four_weights(dw, m, channel + c0, t0, a0, b0, e0, f0, fresh)
-                        _add_to_four_weights(dw, m, channel + c1, t1, a1, b1, e1, f1, fresh)
-                        _add_to_four_weights(dw, m, channel + c2, t2, a2, b2, e2, f2, fresh)
-                        m += 4
-                    while m < last:
-                        d0 = boxes[m * pitch + at :]
-                        a0, a1, a2 = 0.0, 0.0, 0.0
-                        for k in range(n):
-                            a0 += d0[k] * x0[k]
-                            a1 += d0[k] * x1[k]
-                            a2 += d0[k] * x2[k]
-                        if sample > 0 or start > 0:
-                            a0 += dw[m, channel + c0, t0]
-                            a1 += dw[m, channel + c1, t1]
-                            a2 += dw[m, channel + c2, t2]
-                        dw[m, channel + c0, t0] = a0
-                        dw[m, channel + c1, t1] = a1
-                        dw[m, channel + c2, t2] = a2
-                        m += 1
-                while m < last:
-                    d0 = boxes[m * pitch + at :]
-                    a0 = 0.0
-                    for k in range(n):
-                        a0 += d0[k] * x0[k]
-                    if sample > 0 or start > 0:
-                        a0 += dw[m, channel + c0, t0]
-                    dw[m, channel + c0, t0] = a0
-                    m += 1
-                column += columns
-    release(memory)
-    return not finite
-
-
-def _add_to_four_weights(
-    dw: np.ndarray, m: int, c: int, t: int, a: float, b: float, e: float, f: float, fresh: bool
-) -> None:
-    """Add to dW of four filters, or set it."""
-    if not fresh:
-        a += dw[m, c, t]
-        b += dw[m + 1, c, t]
-        e += dw[m + 2, c, t]
-        f += dw[m + 3, c, t]
-    dw[m, c, t] = a
-    dw[m + 1, c, t] = b
-    dw[m + 2, c, t] = e
-    dw[m + 3, c, t] = f
-
-
-def _copy(channel: np.ndarray, box: np.ndarray, component: int, geometry: np.ndarray, inward: bool) -> None:
-    """Copy a component of a channel into its box, with zeros for the padding; or, not inward, back."""
-    strides, sizes = geometry[_STRIDE : _STRIDE + 3], geometry[_SIZE : _SIZE + 3]
-    step, width, rows = strides[2], geometry[_BOX + 2], geometry[_BOX + 1]
-    shift0 = component // (strides[1] * step) - geometry[_HEAD]
-    shift1 = component // step % strides[1] - geometry[_HEAD + 1]
-    shift2 = component % step - geometry[_HEAD + 2]
-    # The elements from low to high are not padding.
-    low = min(width, max(0, (step - 1 - shift2) // step))
-    high = min(width, max(low, (sizes[2] - shift2 + step - 1) // step))
-    for i in range(geometry[_BOX] * rows):
-        line = box[i * width : (i + 1) * width]
-        a, b = i // rows * strides[0] + shift0, i % rows * strides[1] + shift1
-        if a < 0 or a >= sizes[0] or b < 0 or b >= sizes[1]:
-            if inward:
-                for k in range(width):
-                    line[k] = 0.0
-            continue
-        inner, count = line[low:high], high - low
-        start = (a * sizes[1] + b) * sizes[2] + low * step + shift2
-        values = channel[start : start + count * step]
-        if not inward:
-            for k in range(count):
-                values[k * step] = inner[k]
-            continue
-        for k in range(low):
-            line[k] = 0.0
-        if step == 1:
-            for k in range(count):
-                inner[k] = values[k]
-        else:
-            for k in range(count):
-                inner[k] = values[k * step]
-        rest = line[high:width]
-        for k in range(width - high):
-            rest[k] = 0.0

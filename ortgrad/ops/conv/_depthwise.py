@@ -18,21 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, allocate_integers, copy, double, release
+from ortgrad.compiled.functions import SLACK, add_row, allocate, allocate_integers, copy_row, double, release
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._strips import (
     CHANNELS,
     EVERYWHERE,
     FILTERS,
+    HEAD,
     OUTPUT,
     PITCH,
     REACH,
     ROWS,
+    SIZE,
+    STRIDE,
     STRIPS,
     WANTED,
     Boxes,
     boxes_of,
-    clear,
+    clear_strip,
     embed,
     fill_boxes,
     size_of_rows,
@@ -131,7 +134,7 @@ def convolve_strip(
             for k in range(rows * pitch):
                 sums[k] += bias
             for row in range(rows):
-                copy(values[row * width :], sums[row * pitch : row * pitch + columns])
+                copy_row(values[row * width :], sums[row * pitch : row * pitch + columns])
     release(memory)
     return False
 
@@ -171,6 +174,10 @@ def differentiate_strip(
     # The rows and columns of dY that begin in this strip.
     own, own_columns = min(rows, geometry[OUTPUT] - top), min(columns, geometry[OUTPUT + 1] - left)
     count = (own - 1) * pitch + own_columns if own > 0 and own_columns > 0 else 0
+    # The rows of the box that are not all padding.
+    step = geometry[STRIDE]
+    low = min(rows, max(0, geometry[HEAD] // step - top))
+    high = min(rows, max(low, (geometry[SIZE] + geometry[HEAD] + step - 1) // step - top))
     for channel in range(first, first if failed else last):
         for i in range(filters):
             into = embedded[i * length : (i + 1) * length]
@@ -190,19 +197,20 @@ def differentiate_strip(
         if wanted & 1:
             target = dx[sample, channel]
             if geometry[EVERYWHERE] == 0:
-                clear(target, top, left, rows, columns, geometry)
+                clear_strip(target, top, left, rows, columns, geometry)
             begin = 0
             for part in range(len(ends)):
                 term, check = 0, 0.0
                 for i in range(filters):
                     for t in range(begin, ends[part]):
-                        terms[term] = i * length + places[t]
+                        terms[term] = i * length + places[t] + low * pitch
                         weights[term] = w[channel * filters + i, taps[t]]
                         check += weights[term] * 0.0
                         term += 1
                 failed = failed or check != 0.0
                 begin, edge = ends[part], part % len(edges)
-                add_row(sums[edge * total :], embedded, terms[:term], weights, rows * pitch)
+                into = sums[edge * total + low * pitch :]
+                add_row(into, embedded, terms[:term], weights, (high - low) * pitch)
                 if edge == len(edges) - 1:
                     line = lines[part // len(edges)]
                     write_rows(target, sums, padded, top, left, rows, columns, line, edges, geometry)

@@ -13,6 +13,8 @@ from ortgrad.ops.conv import _body, _compiled, _numpy
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from ortgrad.ops.conv._compiled import Known
+
 
 ATTRIBUTES: Mapping[str, Any] = {
     "auto_pad": Choice(*AUTO_PADS),
@@ -51,13 +53,17 @@ def is_depthwise(w: Shape | None, group: int) -> bool:
     return w is not None and w[1] == 1 and group > 1 and 3 <= len(w) <= 4
 
 
-def _is_fastest(dy: Shape | None, x: Shape | None, w: Shape | None, *, group: int, **_: Any) -> bool:
-    # The products of the body are about as fast, except for depthwise convolutions, which get another kernel.
-    return is_depthwise(w, group)
+def _is_fastest(dy: Known, x: Known, w: Known, *, group: int, **attributes: Any) -> bool:
+    # Depthwise convolutions get another kernel.
+    return is_depthwise(w, group) or _compiled.is_fastest(dy, x, w, group=group, **attributes)
 
 
 conv_grad.compiled(
-    views=[3, 3, 3, 3, 3, 1], scratch=[1], plan=_compiled.plan, first=_compiled.embed, auto=_is_fastest
+    views=[1] * 6,
+    scratch=[1] * 3,
+    plan=_compiled.plan,
+    first=_compiled.prepare,
+    auto=_is_fastest,
 )(_compiled.conv_grad_task)
 
 

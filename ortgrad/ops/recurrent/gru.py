@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._scan import Results, Step
+from ortgrad.ops.recurrent import _gru_compiled as _compiled
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
+from ortgrad.ops.recurrent._compiled import is_supported, pays
 from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import transposed
 
@@ -106,6 +109,41 @@ def gru_grad_body(
 ) -> Sequence[ir.Value | None]:
     body = in_onnx.Body(op, GRUCell.read(**attributes, gradient=True), wanted)
     return body.backward(_operands(*operands[:6]), _saved(*operands[6:]), _onnx_backward)
+
+
+def _is_compiled(*shapes: Any, **attributes: Any) -> bool:
+    """Return whether the compiled kernel is the fastest way, if it supports a node."""
+    # Inputs that are absent have no elements.
+    supported = is_supported(GRUCell.read(**attributes, gradient=False)) and shapes[4] == (0,)
+    return supported and pays(shapes[0], shapes[2])
+
+
+def _forward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
+    return _compiled.forward_plan(GRUCell.read(**attributes, gradient=False), *shapes)
+
+
+def _backward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
+    return _compiled.backward_plan(GRUCell.read(**attributes, gradient=True), *shapes)
+
+
+gru_training.compiled(
+    views=[1] * 9,
+    scratch=[1, 1],
+    plan=_forward_plan,
+    first=_compiled.gru_panels,
+    products=True,
+    auto=_is_compiled,
+)(_compiled.gru_steps)
+
+gru_grad.compiled(
+    views=[1] * 15,
+    scratch=[1] * 6,
+    plan=_backward_plan,
+    first=_compiled.gru_grad_panels,
+    last=_compiled.gru_grad_weights,
+    products=True,
+    auto=_is_compiled,
+)(_compiled.gru_grad_steps)
 
 
 def _operands(x: Any, w: Any, r: Any, b: Any, lengths: Any, h0: Any) -> Operands[Any]:

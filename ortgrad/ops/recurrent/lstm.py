@@ -18,6 +18,7 @@ recurrence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._scan import Results, Step
+from ortgrad.ops.recurrent import _lstm_compiled as _compiled
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx
 from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands, Saved, attributes_of
+from ortgrad.ops.recurrent._compiled import is_supported, pays
 from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import total, transposed, unless_ended
 
@@ -117,6 +121,44 @@ def lstm_grad_body(
     read, saved = _gradient_operands(operands, wanted)
     body = in_onnx.Body(op, LSTMCell.read(**attributes, gradient=True), wanted)
     return body.backward(read, saved, _onnx_backward)
+
+
+def _is_compiled(*shapes: Any, lengths: int, peepholes: int, **attributes: Any) -> bool:
+    """Return whether the compiled kernel is the fastest way, if it supports a node."""
+    cell = LSTMCell.read(**attributes, gradient=False)
+    present = [shapes[lengths] != (0,), shapes[peepholes] != (0,)]
+    supported = is_supported(cell) and not any(present) and not cell.input_forget
+    return supported and pays(shapes[0], shapes[2])
+
+
+def _forward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
+    cell = LSTMCell.read(**attributes, gradient=False)
+    return None if cell.input_forget else _compiled.forward_plan(cell, *shapes)
+
+
+def _backward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
+    cell = LSTMCell.read(**attributes, gradient=True)
+    return None if cell.input_forget else _compiled.backward_plan(cell, *shapes)
+
+
+lstm_training.compiled(
+    views=[1] * 13,
+    scratch=[1, 1],
+    plan=_forward_plan,
+    first=_compiled.lstm_panels,
+    products=True,
+    auto=functools.partial(_is_compiled, lengths=4, peepholes=7),
+)(_compiled.lstm_steps)
+
+lstm_grad.compiled(
+    views=[1] * 21,
+    scratch=[1] * 5,
+    plan=_backward_plan,
+    first=_compiled.lstm_grad_panels,
+    last=_compiled.lstm_grad_weights,
+    products=True,
+    auto=functools.partial(_is_compiled, lengths=3, peepholes=13),
+)(_compiled.lstm_grad_steps)
 
 
 def _operands(operands: Sequence[Any]) -> Operands[Any]:

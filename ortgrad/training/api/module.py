@@ -149,7 +149,8 @@ class Module:
         state = self._state._state
         model = read_model(path, "evaluation")
         parameters = [value.name for value in model.graph.input if value.name in state]
-        inputs = graphs.user_inputs(model.graph, parameters)
+        constants = {tensor.name for tensor in model.graph.initializer}
+        inputs = [v.name for v in model.graph.input if v.name not in {*parameters, *constants}]
         outputs = [value.name for value in model.graph.output]
         session = BoundSession(model, path.parent, self._session_options, inputs, outputs)
         session.bind({name: state.parameter(name) for name in parameters}, {})

@@ -77,8 +77,8 @@ def save(checkpoint: Checkpoint, path: str | os.PathLike[str], *, sort: bool = F
 def _contents(path: Path) -> np.ndarray:
     """Return the bytes of a file that begins like a checkpoint."""
     with open(path, "rb") as file:
-        beginning = file.read(8)
-    if beginning[4:] != ortcheckpoint.IDENTIFIER:
+        beginning = file.read(16)
+    if beginning[4:8] != ortcheckpoint.IDENTIFIER:
         raise CheckpointError(f"it is {_kind(beginning)}, not a checkpoint of onnxruntime-training")
     return np.fromfile(path, np.uint8)
 
@@ -86,8 +86,10 @@ def _contents(path: Path) -> np.ndarray:
 def _kind(beginning: bytes) -> str:
     if not beginning:
         return "empty"
-    if beginning[4:] == b"ORTM":
+    if beginning[4:8] == b"ORTM":
         return "a model in ORT format"
+    if beginning[8:9] == b"{":
+        return "a safetensors file (whose name must end in .safetensors)"
     for start, kind in _KINDS.items():
         if beginning.startswith(start):
             return kind

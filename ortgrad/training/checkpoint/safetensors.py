@@ -26,6 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from ortgrad.errors import CheckpointError
+from ortgrad.training.checkpoint.ortcheckpoint import IDENTIFIER
 from ortgrad.training.checkpoint.state import Checkpoint, OptimizerGroup, as_bytes, size_in_bytes
 from ortgrad.training.files import replacing
 
@@ -82,6 +83,10 @@ def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     first = file.read(_LENGTH.size)
     if len(first) < _LENGTH.size:
         raise _damaged(f"it has {len(first)} bytes")
+    if first[4:] == IDENTIFIER:
+        raise CheckpointError(
+            "it is a checkpoint of onnxruntime-training, whose name must not end in .safetensors"
+        )
     (length,) = _LENGTH.unpack(first)
     if length > min(size - _LENGTH.size, _LONGEST_HEADER):
         raise _damaged(f"its header has {length} bytes, the file {size}")

@@ -199,7 +199,7 @@ class Clip(Block):
     def build(self, clip_input_name: str) -> str:
         kind = graph.element_type(self.base, clip_input_name)
         bounds = [
-            # Clip takes scalars only; onnxruntime refuses vectors of one element.
+            # ONNX defines bounds as scalars.
             "" if bound is None else _add_float(self.base, name, bound, kind, [])
             for name, bound in (("clip_min", self._min), ("clip_max", self._max))
         ]

@@ -42,6 +42,16 @@ def load_checkpoint_to_model(path_to_checkpoint: str | os.PathLike[str], model: 
     """Set the initializers of the model to the parameters of the same names in the checkpoint.
 
     Initializers that are not in the checkpoint, and parameters that are not in the model, are left alone.
+
+    >>> import numpy as np, onnx, os, tempfile
+    >>> from ortgrad.training import onnxblock
+    >>> path = os.path.join(tempfile.mkdtemp(), "checkpoint")
+    >>> onnxblock.save_checkpoint(([onnx.numpy_helper.from_array(np.float32([1, 2]), "w")], []), path)
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[2] x) => (float[2] y) <float[2] w = {0, 0}> { y = Mul(x, w) }''')
+    >>> onnxblock.load_checkpoint_to_model(path, model)
+    >>> onnx.numpy_helper.to_array(model.graph.initializer[0])
+    array([1., 2.], dtype=float32)
     """
     state = checkpoint.load(path_to_checkpoint)
     if state.nominal:

@@ -91,6 +91,15 @@ class CrossEntropyLoss(blocks.Block):
     `ignore_index` do not count. `axis` is the dimension of the classes. The default is the last one for
     labels that the block adds as an input; for labels that exist it is 1, as in PyTorch, unless their shape
     says that it is the last one.
+
+    >>> import numpy as np, onnx, ortgrad
+    >>> from ortgrad.training import onnxblock
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 2] x) => (float[N, 2] y) { y = Identity(x) }''')
+    >>> with onnxblock.base(model) as accessor:
+    ...     name = onnxblock.loss.CrossEntropyLoss(reduction="sum")("y")
+    >>> [value.name for value in accessor.model.graph.input]
+    ['x', 'labels']
     """
 
     def __init__(

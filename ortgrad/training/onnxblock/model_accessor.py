@@ -107,6 +107,11 @@ def custom_op_library(custom_op_library_path: str | os.PathLike[str]) -> Iterato
 
     Their gradients are those that `ortgrad.gradient` declares. The library itself is loaded by the session
     that trains.
+
+    >>> import tempfile
+    >>> from ortgrad.training import onnxblock
+    >>> with tempfile.NamedTemporaryFile() as file, onnxblock.custom_op_library(file.name) as path:
+    ...     assert path == file.name
     """
     global _library
     if _library is not None:

@@ -79,6 +79,14 @@ class AdamW(_Optimizer):
     """Adam with weight decay: the operator AdamWOptimizer with adam_mode 1, as in Hugging Face's AdamW.
 
     The weight decay is applied after the update, and epsilon is added before the bias is corrected.
+
+    >>> import numpy as np, onnx
+    >>> from ortgrad.training import onnxblock
+    >>> optimizer = onnxblock.optim.AdamW(weight_decay=0.01, clip_grad=onnxblock.optim.ClipGradNorm(1.0))
+    >>> with onnxblock.empty_base():
+    ...     flag = optimizer(([onnx.numpy_helper.from_array(np.float32([1, 2]), "w")], []))
+    >>> [node.op_type for node in optimizer.to_model_proto().graph.node]
+    ['InplaceClipGradNorm', 'AdamWOptimizer']
     """
 
     _op_type = "AdamWOptimizer"

@@ -1,0 +1,1 @@
+"""Fused nodes: several element-wise nodes as one operator, whose kernel is generated from its program."""

@@ -1,0 +1,130 @@
+"""The part of the compiled ConvGrad that computes dW."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortgrad.compiled.functions import (
+    TILE,
+    TILE_ROWS,
+    add_products,
+    allocate,
+    allocate_integers,
+    release,
+    transpose,
+)
+from ortgrad.ops.conv._geometry import (
+    CHANNELS,
+    COLUMNS,
+    DW_ROWS,
+    FILTERS,
+    GROUPS,
+    OUTPUT,
+    SAMPLES,
+    STRIDE,
+    TAPS,
+    TERMS,
+    X_BOX,
+    X_IN_PLACE,
+)
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """The array without its first elements, up to one at the beginning of a cache line."""
+    return array[(TILE - array.ctypes.data // array.itemsize % TILE) % TILE :]
+
+
+def weights_task(
+    task: int,
+    x: np.ndarray,
+    dw: np.ndarray,
+    boxes: np.ndarray,
+    turned: np.ndarray,
+    geometry: np.ndarray,
+    offsets: np.ndarray,
+) -> bool:
+    """Compute dW of some filters for some pairs of channel and tap."""
+    channels, filters, taps = geometry[CHANNELS], geometry[FILTERS], geometry[TAPS]
+    samples, pairs, most = geometry[SAMPLES], channels * taps, geometry[DW_ROWS]
+    splits, blocks = (pairs + most - 1) // most, (filters + COLUMNS - 1) // COLUMNS
+    group, block, first = task // (splits * blocks), task // splits % blocks, task % splits * most
+    count, padded = min(most, pairs - first), (filters + TILE - 1) // TILE * TILE
+    columns = min(COLUMNS, padded - block * COLUMNS)
+    height, width = geometry[OUTPUT + 1], geometry[OUTPUT + 2]
+    positions = geometry[OUTPUT] * height * width
+    # A row of outputs is added up at once, or the whole plane of a sample, or a part of a long row.
+    planes = positions <= 2 * TERMS
+    length = positions if planes else width
+    lines, piece = samples if planes else samples * geometry[OUTPUT] * height, min(length, 2 * TERMS)
+    together = max(1, TERMS // length)
+    sums = allocate(count * columns)
+    integers = allocate_integers(2 * piece + 2 * together + TILE_ROWS)
+    if len(sums) == 0 or len(integers) == 0:
+        release(sums)
+        release(integers)
+        return True
+    steps, places = integers[:piece], integers[piece : 2 * piece]
+    shifts = integers[2 * piece : 2 * piece + together]
+    bases = integers[2 * piece + together : 2 * piece + 2 * together]
+    starts = integers[2 * piece + 2 * together :]
+    rows, pitch = geometry[X_BOX + 1], geometry[X_BOX + 2]
+    plane = geometry[X_BOX] * rows * pitch
+    for k in range(piece):
+        z, y = k // width // height * geometry[STRIDE], k // width % height * geometry[STRIDE + 1]
+        steps[k] = (z * rows + y) * pitch + k % width * geometry[STRIDE + 2]
+        places[k] = k * columns
+    values, right = x if geometry[X_IN_PLACE] != 0 else boxes, aligned(turned)
+    base = (group * padded + block * COLUMNS) * samples * positions
+    line = 0
+    while line < lines:
+        used = min(together, lines - line)
+        begin = 0
+        while begin < length:
+            for i in range(used):
+                row = line + i
+                sample, z, y = row, 0, 0
+                if not planes:
+                    sample, z, y = (
+                        row // height // geometry[OUTPUT],
+                        row // height % geometry[OUTPUT],
+                        row % height,
+                    )
+                z, y = z * geometry[STRIDE], y * geometry[STRIDE + 1]
+                channel = (sample * geometry[GROUPS] + group) * channels
+                shifts[i] = channel * plane + (z * rows + y) * pitch + begin * geometry[STRIDE + 2]
+                bases[i] = base + (row * length + begin) * columns
+            end = min(piece, length - begin)
+            for pair in range(0, count, TILE_ROWS):
+                tile = min(TILE_ROWS, count - pair)
+                for i in range(tile):
+                    at = first + pair + i
+                    starts[i] = at // taps * plane + offsets[at % taps]
+                add_products(
+                    sums[pair * columns :],
+                    columns,
+                    values,
+                    starts,
+                    tile,
+                    shifts[:used],
+                    steps[:end],
+                    right,
+                    bases[:used],
+                    places[:end],
+                    columns,
+                    line == 0 and begin == 0,
+                )
+            begin += piece
+        line += together
+    to = (group * filters + block * COLUMNS) * pairs + first
+    for m in range(0, min(columns, filters - block * COLUMNS), TILE):
+        last = min(m + TILE, filters - block * COLUMNS)
+        pair = 0
+        while last - m == TILE and pair + TILE <= count:
+            transpose(dw, to + m * pairs + pair, pairs, sums, pair * columns + m, columns)
+            pair += TILE
+        for i in range(pair, count):
+            for k in range(m, last):
+                dw[to + k * pairs + i] = sums[i * columns + k]
+    release(sums)
+    release(integers)
+    return False
