@@ -101,13 +101,13 @@ class Pass:
         block = self.machine_code(dtype)
         lengths = [array.size for array in arrays]
         bits = [_bits(numbers[name]) for name in self.kernel.numbers]
-        # One phase, without scratch memory and products: see ortgrad.compiled.layout.
-        head = [0] * layout.PHASE_FIELDS
-        head[layout.PHASES] = 1
-        plan = np.array([*head, chunks, parts, *lengths, *bits], np.int64)
-        first = [0] * layout.TENSORS
-        first[layout.CALL_PLAN] = plan.ctypes.data
-        call = np.array([*first, *(array.ctypes.data for array in arrays)], np.int64)
+        # One phase, without scratch memory and products.
+        header = [0] * layout.PHASE_FIELDS
+        header[layout.PHASES] = 1
+        plan = np.array([*header, chunks, parts, *lengths, *bits], np.int64)
+        fields = [0] * layout.TENSORS
+        fields[layout.CALL_PLAN] = plan.ctypes.data
+        call = np.array([*fields, *(array.ctypes.data for array in arrays)], np.int64)
         address = call.ctypes.data
 
         def perform(part: int, _alive: object = (plan, call, arrays)) -> None:
