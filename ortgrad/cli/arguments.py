@@ -174,8 +174,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--loss",
         required=True,
         metavar="LOSS",
-        help="cross-entropy (of scores and labels), mse, l1, huber, bce (of scores and a target), or the name "
-        "of a scalar in the model",
+        help="cross-entropy (of scores and labels), mse, l1, huber, bce (of scores and a target), or the "
+        "name of a scalar in the model",
     )
     add("--loss-output", metavar="NAME", help="the value that the loss is of (default: the first output)")
     add("--target", metavar="NAME", help="the array with the target (default: labels, or target)")

@@ -84,7 +84,7 @@ def _data(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], dict[st
     sizes = {array.shape[:1] for array in data.values()}
     if not 0 < fraction < 1 or len(sizes) != 1 or sizes == {()}:
         raise TrainingError(
-            f"--eval {arguments.eval}: it must be a file, or a fraction between 0 and 1 of arrays of one length"
+            f"--eval {arguments.eval}: a file, or a fraction between 0 and 1 of arrays of one length"
         )
     ((size,),) = sizes
     order = np.random.default_rng(arguments.seed).permutation(size)

@@ -107,5 +107,5 @@ def _from_batches(data: Iterable[Any], inputs: Inputs, what: str) -> Source:
 
 
 def samples(batch: Batch) -> int:
-    """Return the number of samples of a batch."""
-    return len(batch[0]) if batch and batch[0].ndim else 1
+    """Return the number of samples of a batch: the length of the target, which is the last of the inputs."""
+    return len(batch[-1]) if batch and batch[-1].ndim else 1
