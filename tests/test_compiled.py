@@ -273,43 +273,15 @@ def test_exp(element: str) -> None:
 
 
 functions_exp = functions.exp
-functions_tanh, functions_sigmoid = functions.tanh, functions.sigmoid
-
-
-@pytest.mark.parametrize("element", ["float32", "float64"])
-def test_tanh_and_sigmoid(element: str) -> None:
-    from ortgrad.compiled import compiler
-
-    def tanh(x: float, y: float) -> float:
-        return functions_tanh(x) + y * 0.0
-
-    def sigmoid(x: float, y: float) -> float:
-        return functions_sigmoid(x) + y * 0.0
-
-    x = np.concatenate([np.linspace(-60, 60, 4001), np.linspace(-1, 1, 2001)]).astype(element)
-    wide = x.astype(np.longdouble)
-    with np.errstate(under="ignore"):
-        exact = {tanh: np.tanh(wide), sigmoid: 1 / (1 + np.exp(-wide))}
-    for function, right in exact.items():
-        source = source_of(CompiledKernel(function, 3), [element] * 3)
-        compiled = compiler.compile_function(source.phases[0], element, {"contract"})
-        one = x.dtype.type(1)
-        actual = np.array([compiled(value, one) for value in x])
-        normal = np.abs(right) > np.finfo(element).tiny
-        error = np.abs(actual[normal].astype(np.longdouble) / right[normal] - 1)
-        assert error.max() < 4 * np.finfo(element).eps
-        limits = [compiled(x.dtype.type(value), one) for value in (-np.inf, np.inf)]
-        assert limits == [-1 if function is tanh else 0, 1]
-        assert np.isnan(compiled(x.dtype.type(np.nan), one))
 
 
 @pytest.mark.parametrize("element", ["float32", "float64"])
 def test_multiply_panel(element: str) -> None:
     from numba import njit
 
-    from ortgrad.compiled import instructions
+    from ortgrad.compiled import panels
 
-    multiply_panel, generator = instructions.multiply_panel, np.random.default_rng(0)
+    multiply_panel, generator = panels.multiply_panel, np.random.default_rng(0)
 
     @njit(error_model="numpy")
     def multiply(sums, stride, left, left_stride, left_step, panel, terms, rows, add):  # type: ignore[no-untyped-def]
@@ -651,6 +623,15 @@ except ortgrad.KernelError as error:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
+
+
+def test_a_compiler_that_fails_in_any_way_is_a_failing_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(kernel: CompiledKernel, dtypes: Sequence[str]) -> int:
+        raise AttributeError("no such instruction")
+
+    monkeypatch.setattr(machine_code, "block", fails)
+    with pytest.raises(ortgrad.KernelError, match="AttributeError: no such instruction"):
+        relu_session().run(None, arrays(3))
 
 
 def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:

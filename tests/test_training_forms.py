@@ -255,3 +255,19 @@ def test_which_nodes_call_functions(tmp_path: Path, body: str, known: bool, kind
     (node,) = (n for n in onnx.load(tmp_path / "training_model.onnx").graph.node if "ConvGrad" in n.op_type)
     expected = "com.microsoft" if known and kind == "float" else "ortgrad.com.microsoft"
     assert node.domain == expected
+
+
+def test_a_kernel_of_unknown_size(tmp_path: Path) -> None:
+    text = """g (float[N, 3, 8, 8] x, float[5, 3, K, L] k) => (float[N, 4] y) {
+        a = Mul(x, s) c = Conv(a, k) p = GlobalAveragePool(c) f = Flatten(p) y = MatMul(f, w) }"""
+    values = {"s": normal(3, 1, 1), "w": normal(5, 4)}
+    x, k, t = normal(2, 3, 8, 8), normal(5, 3, 3, 2), np.array([1, 3])
+    losses, state, _ = trained(tmp_path, parse(text, values), ["s", "w"], [(x, k, t)])
+    p = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x * p["s"], torch.tensor(k)).mean((2, 3)) @ p["w"]
+
+    assert losses == pytest.approx(torch_losses(p, forward, [(x, t)]), rel=1e-5)
+    for name, value in p.items():
+        assert_close(state.parameters[name].data, value.detach().numpy(), 1e-5)

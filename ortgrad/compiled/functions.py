@@ -280,39 +280,6 @@ def exp(x: float) -> float:
     return y if x <= _HIGHEST else x * _INFINITY
 
 
-def sigmoid(x: float) -> float:
-    """Return 1 / (1 + exp(-x))."""
-    return 1.0 / (1.0 + exp(-x))
-
-
-def _tanh_single(x: float) -> float:
-    # Near 0 a polynomial, as in Cephes; the difference 1 - t would cancel.
-    s = x * x
-    p = s * -5.70498872745e-3 + 2.06390887954e-2
-    p = p * s - 5.37397155531e-2
-    p = p * s + 1.33314422036e-1
-    p = p * s - 3.33332819422e-1
-    near = p * s * x + x
-    t = exp(-2.0 * abs(x))
-    far = (1.0 - t) / (1.0 + t)
-    far = far if x > 0.0 else -far
-    return near if abs(x) < 0.625 else far
-
-
-def _tanh_double(x: float) -> float:
-    s = x * x
-    p = (s * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * s - 1.61468768441708447952e3
-    q = ((s + 1.12811678491632931402e2) * s + 2.23548839060100448583e3) * s + 4.84406305325125486048e3
-    near = x * s * (p / q) + x
-    t = exp(-2.0 * abs(x))
-    far = (1.0 - t) / (1.0 + t)
-    far = far if x > 0.0 else -far
-    return near if abs(x) < 0.625 else far
-
-
-tanh: Callable[[float], float] = ByType(_tanh_single, _tanh_double)
-
-
 def blend(a: float, weight_a: float, b: float, weight_b: float) -> float:
     """Return a * weight_a + b * weight_b, which is infinite if one product is."""
     return a * weight_a + b * weight_b

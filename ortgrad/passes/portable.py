@@ -63,8 +63,19 @@ def make_portable(model: ir.Model) -> ir.Model:
 def _is_known(node: ir.Node, call: Call) -> bool:
     if call.operator.name not in _KNOWN or call.attributes.get("auto_pad") not in (None, "NOTSET"):
         return False
+    if call.operator.name == "ConvGrad" and not _has_kernel_size(node):
+        # The call knows more about the kernel than a node without it.
+        return False
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
     return all(value.dtype in _TYPES for value in values if value.dtype is not None)
+
+
+def _has_kernel_size(node: ir.Node) -> bool:
+    w = node.inputs[2]
+    shape = None if w is None else w.shape
+    return "kernel_shape" in node.attributes or (
+        shape is not None and all(isinstance(size, int) for size in shape[2:])
+    )
 
 
 def _reduce(node: ir.Node, call: Call) -> None:

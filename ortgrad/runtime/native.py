@@ -263,9 +263,10 @@ class _Kernel(Entrances):
                 return
             try:
                 block = machine_code.block(compiled, dtypes)
-            except RegistrationError as error:
-                # The node fails with this reason when it runs.
-                self._call = NodeError(f"{self._call.node}: {error}")
+            except Exception as error:
+                # No exception may reach native code. The node fails with this reason when it runs.
+                kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
+                self._call = NodeError(f"{self._call.node}: {kind}{error}")
             else:
                 state.use(compiled, self._call, block, self._products(compiled, dtypes, info))
 

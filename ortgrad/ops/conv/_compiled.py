@@ -55,6 +55,9 @@ _COPY = 3
 # channel and tap. With panels it has more channels, as each task copies the columns for itself.
 _TASKS, _PRODUCTS = 16, 1 << 20
 _FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 96, 24, 288
+# Blocks of positions of a task. With strides, a part uses few of the weights that are loaded together, so
+# that it should use each for many positions.
+_BLOCKS, _BLOCKS_OF_PARTS = 2, 4
 # Pairs fill tiles, and squares that are transposed at once.
 _PAIRS = 48
 
@@ -209,11 +212,12 @@ class _Division:
             zeros = max(before, behind) if axis == 2 else before + behind
             most = max(part.count[axis] for part in parts) if axis == 2 else 0
             box.append(max(outputs + zeros, most))
-        whole = cls(parts, samples, group, channels, tuple(heads), tuple(box), False, 2, channels)
+        blocks = _BLOCKS if len(parts) == 1 else _BLOCKS_OF_PARTS
+        whole = cls(parts, samples, group, channels, tuple(heads), tuple(box), False, blocks, channels)
         panels = replace(whole, panels=True)
         best = panels if panels._cost() < whole._cost() else whole
-        if best.table()[0] < tasks:
-            best = replace(best, blocks_of_task=1)
+        while best.table()[0] < tasks and best.blocks_of_task > 1:
+            best = replace(best, blocks_of_task=best.blocks_of_task // 2)
         splits = -(-tasks // best.table()[0])
         few = max(_FEW_CHANNELS_OF_PANELS if best.panels else _FEW_CHANNELS, -(-channels // splits))
         return replace(best, channels_of_task=min(channels, -(-few // TILE_ROWS) * TILE_ROWS))

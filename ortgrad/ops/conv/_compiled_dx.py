@@ -145,12 +145,12 @@ def channels_task(
     for c in range(count):
         for run in range(runs):
             n, place = lengths[run], targets[run] + (first + c) * area
-            values, to = sums[c * room + columns[run] :], dx[place : place + (n - 1) * step + 1]
+            column = c * room + columns[run]
             if step == 1:
-                copy_elements(dx, place, sums, c * room + columns[run], n)
+                copy_elements(dx, place, sums, column, n)
             else:
                 for k in range(n):
-                    to[k * step] = values[k]
+                    dx[place + k * step] = sums[column + k]
     release(sums)
     release(integers)
     release(panel)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release, sigmoid, tanh
+from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release
+from ortgrad.compiled.mathematics import sigmoid, tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._compiled import (

@@ -149,7 +149,7 @@ def _is_large(tensor: onnx.TensorProto) -> bool:
 def register_outputs(model: onnx.ModelProto, names: str | tuple[str, ...] | list[str]) -> None:
     """Make the named values the outputs of the graph, in this order; `model` has inferred types."""
     graph = model.graph
-    known = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+    known = {value.name: value for value in (*graph.value_info, *graph.output)}
     outputs = []
     for name in [names] if isinstance(names, str) else names:
         if name not in known:
