@@ -443,7 +443,9 @@ def test_random_graphs(seed: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 2e-6), (np.float16, 5e-3)])
 def test_other_types(dtype: type, tolerance: float) -> None:
-    model = model_of("p = MatMul(x, w) y = Gemm<transB = 1>(p, v)", {"w": normal(8, 6), "v": normal(5, 6)}, dtype=dtype)
+    model = model_of(
+        "p = MatMul(x, w) y = Gemm<transB = 1>(p, v)", {"w": normal(8, 6), "v": normal(5, 6)}, dtype=dtype
+    )
     x = normal(3, 8).astype(dtype)
     adapted = add_lora(model, "*", rank=2, alpha=1)
     assert {value.dtype for value in tensors(adapted).values()} == {np.dtype(dtype)}
@@ -496,7 +498,7 @@ def test_quantized(pattern: str, axis: str) -> None:
     wanted = torch.autograd.grad(expected, [a, b], torch.tensor(dy))
     for mine, theirs in zip(gradients(after, {"x": x}, lora_parameters(after), dy), wanted, strict=True):
         assert_close(mine, theirs.numpy(), 1e-5)
-    with pytest.raises(ModelError, match="'q' is quantized.*dequantize=True"):
+    with pytest.raises(ModelError, match=r"'q' is quantized.*dequantize=True"):
         merge_lora(after)
     merged = merge_lora(after, dequantize=True)
     assert [node.op_type for node in merged.graph.node] == ["MatMul"]
@@ -629,7 +631,9 @@ def test_files(tmp_path: Path, form: str) -> None:
         save_lora(state if form == "state" else Checkpoint(trainable=state), path, model=adapted)
     else:
         onnx.save(after, tmp_path / "m.onnx")
-        save_lora({"proto": after, "bytes": after.SerializeToString(), "path": tmp_path / "m.onnx"}[form], path)
+        save_lora(
+            {"proto": after, "bytes": after.SerializeToString(), "path": tmp_path / "m.onnx"}[form], path
+        )
     assert load_lora(model, path).SerializeToString() == after.SerializeToString()
     assert load_lora(adapted, str(path)).SerializeToString() == after.SerializeToString()
     stored = ortgrad.training.checkpoint.load(path).trainable
@@ -811,7 +815,7 @@ def test_changed_adapters() -> None:
         merge_lora(adapted)
     node.op_type = "Mul"
     adapted.graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None))
-    with pytest.raises(ModelError, match="within the adapter of 'head.weight', is read elsewhere"):
+    with pytest.raises(ModelError, match=r"within the adapter of 'head.weight', is read elsewhere"):
         merge_lora(adapted)
     del adapted.graph.output[1]
     adapted.graph.node.append(helper.make_node("Relu", ["head.weight.lora_B"], ["unused"]))
@@ -856,7 +860,9 @@ def test_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(merged, tmp_path / "merged.onnx")
     x = normal(2, 4).astype(np.float32)
     results = [
-        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(None, {"x": x})[
+            0
+        ]
         for name in ("adapted.onnx", "merged.onnx")
     ]
     assert_close(results[1], results[0], 1e-5)
