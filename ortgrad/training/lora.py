@@ -119,7 +119,7 @@ def save_lora(model_or_state: Any, path: str | os.PathLike[str], *, model: Model
         source, arrays = model_or_state, {}
     else:
         state = _arrays(model_or_state)
-        arrays = {name: np.asarray(state[name]) for pair in _pairs(state).values() for name in pair}
+        arrays = {name: _as_array(state[name]) for pair in _pairs(state).values() for name in pair}
         if not arrays:
             raise TrainingError("the state has no adapters: no pair of <weight>.lora_A and <weight>.lora_B")
     metadata: dict[str, str] = {}
@@ -177,6 +177,8 @@ def load_lora(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto
                 "and the model has no adapters; add them by add_lora first"
             )
         chosen = _chosen(made, list(pairs), exact=str(path))
+        planned = {weight: adapter_for(sites[0], recorded[weight][0]) for weight, sites in chosen.items()}
+        _check_arrays(arrays, planned, str(path))
         _add(made, chosen, recorded, None)
         adapters = _adapters(made)
     alphas = _alphas(made, adapters, folder)
@@ -422,8 +424,8 @@ def _add_tensors(model: onnx.ModelProto, adapter: Adapter, scale: float, seed: i
     dtype = helper.tensor_dtype_to_np_dtype(adapter.type)
     a_shape, b_shape = adapter.shapes
     a = np.zeros(a_shape, dtype) if seed is None else _kaiming(adapter, seed).astype(dtype)
-    arrays = {adapter.a: a, adapter.b: np.zeros(b_shape, dtype), adapter.scale: np.array(scale, dtype)}
-    if not np.isfinite(float(arrays[adapter.scale])) or float(arrays[adapter.scale]) == 0:
+    arrays = {adapter.a: a, adapter.b: np.zeros(b_shape, dtype), adapter.scale: _rounded(scale, dtype)}
+    if not math.isfinite(arrays[adapter.scale]) or arrays[adapter.scale] == 0:
         raise TrainingError(
             f"alpha / rank is {scale}, which is out of the range of {dtype} ({adapter.weight!r})"
         )
@@ -431,6 +433,11 @@ def _add_tensors(model: onnx.ModelProto, adapter: Adapter, scale: float, seed: i
         set_value(model.graph.initializer.add(name=name, data_type=adapter.type, dims=array.shape), array)
         if model.ir_version < SEPARATE_INITIALIZERS:
             model.graph.input.append(helper.make_tensor_value_info(name, adapter.type, array.shape))
+
+
+def _rounded(scale: float, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.array(scale, dtype)
 
 
 def _kaiming(adapter: Adapter, seed: int) -> np.ndarray:
@@ -474,7 +481,7 @@ def _alphas(model: onnx.ModelProto, adapters: Mapping[str, Adapter], folder: str
     for weight, adapter in adapters.items():
         scale = _value(tensors[adapter.scale], folder)
         rank, alpha = recorded.get(weight, (adapter.rank, math.nan))
-        same = rank == adapter.rank and np.array(alpha / rank, scale.dtype) == scale
+        same = rank == adapter.rank and _rounded(alpha / rank, scale.dtype) == scale
         found[weight] = alpha if same else float(scale) * adapter.rank
     return found
 
@@ -518,6 +525,11 @@ def _arrays(state: Any) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(f"a {type(state).__name__} is neither a model nor the state of a training")
     return state
+
+
+def _as_array(value: Any) -> np.ndarray:
+    """Return an array, OrtValue or tensor as an array."""
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], adapters: Mapping[str, Adapter], where: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+from onnx.external_data_helper import uses_external_data
 
 from ortgrad.errors import ModelError
+from ortgrad.graph.loading import one_line, onnxruntime_errors
 from ortgrad.graph.protos import all_graphs
 from ortgrad.training.lora_nodes import Adapted, Adapter
 from ortgrad.training.lora_sites import SEPARATE_INITIALIZERS, Site, defined, swap_last, uses
@@ -35,6 +38,7 @@ def merge(model: onnx.ModelProto, adapted: list[Adapted], read: Read, dequantize
     reading, count = uses(model), defined(model)
     gone: set[str] = set()
     added: list[onnx.TensorProto] = []
+    replaced: list[Site] = []
     for group in by_weight.values():
         adapter = group[0].adapter
         values = [read(tensors[name]) for name in (adapter.a, adapter.b, adapter.scale)]
@@ -43,9 +47,12 @@ def merge(model: onnx.ModelProto, adapted: list[Adapted], read: Read, dequantize
             tensor = group[0].site.operand.tensor
             set_value(tensor, _sum(read(tensor), delta))
         else:
-            added += _beside(model, [each.site for each in group], delta, read, count)
+            apart = [each.site for each in group]
+            added += _beside(model, apart, delta, read, count)
+            replaced += apart
         gone |= {adapter.a, adapter.b, adapter.scale}
     _remove_tensors(model, gone)
+    _remove_unread(model, replaced)
     model.graph.initializer.extend(added)
     for tensor in added if model.ir_version < SEPARATE_INITIALIZERS else ():
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
@@ -93,8 +100,6 @@ def _beside(
             dtype = helper.tensor_dtype_to_np_dtype(site.operand.type)
             made[operand] = numpy_helper.from_array(np.ascontiguousarray(total.astype(dtype)), name)
         site.node.input[site.place] = made[operand].name
-    for site in sites:
-        _remove_unread(model, site)
     return list(made.values())
 
 
@@ -102,32 +107,34 @@ def _dequantized(model: onnx.ModelProto, site: Site, read: Read) -> np.ndarray:
     """Return what the DequantizeLinear node of a weight computes."""
     import onnxruntime
 
-    node = site.operand.dequantizer
+    node, settings = site.operand.dequantizer, site.operand.quantization
     assert node is not None
-    inputs = [site.operand.tensor, *(_constant(model, name) for name in node.input[1:])]
-    graph = helper.make_graph(
-        [helper.make_node(node.op_type, [f"input{i}" for i in range(len(inputs))], ["y"])],
-        "dequantize",
-        [],
-        [helper.make_tensor_value_info("y", site.operand.type, None)],
-        [numpy_helper.from_array(read(tensor), f"input{i}") for i, tensor in enumerate(inputs)],
-    )
-    graph.node[0].attribute.extend(node.attribute)
-    one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=max(model.ir_version, 4))
-    session = onnxruntime.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"])
-    value: np.ndarray = session.run(None, {})[0]
+    if settings is None:
+        raise ModelError(f"the scale of the quantized weight {site.weight!r} is not a constant")
+    inputs = [
+        _renamed(tensor, f"input{i}", read) for i, tensor in enumerate((site.operand.tensor, *settings))
+    ]
+    output = helper.make_tensor_value_info("y", site.operand.type, None)
+    one_node = helper.make_node(node.op_type, [tensor.name for tensor in inputs], ["y"])
+    one_node.attribute.extend(node.attribute)
+    graph = helper.make_graph([one_node], "dequantize", [], [output], inputs)
+    version = max(model.ir_version, SEPARATE_INITIALIZERS)
+    one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=version)
+    try:
+        session = onnxruntime.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"])
+        value: np.ndarray = session.run(None, {})[0]
+    except onnxruntime_errors() as error:
+        raise ModelError(f"cannot dequantize the weight {site.weight!r}: {one_line(error)}") from error
     return value
 
 
-def _constant(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
-    for graph in all_graphs(model.graph):
-        for tensor in graph.initializer:
-            if tensor.name == name:
-                return tensor
-        for node in graph.node:
-            if name in node.output and node.op_type == "Constant":
-                return next(a.t for a in node.attribute if a.name == "value")
-    raise ModelError(f"{name!r} is not a constant, so what it dequantizes cannot be computed")
+def _renamed(tensor: onnx.TensorProto, name: str, read: Read) -> onnx.TensorProto:
+    if uses_external_data(tensor):
+        return numpy_helper.from_array(read(tensor), name)
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name = name
+    return copy
 
 
 def _remove_nodes(model: onnx.ModelProto, adapted: list[Adapted]) -> None:
@@ -148,20 +155,23 @@ def _remove_tensors(model: onnx.ModelProto, names: Collection[str]) -> None:
         _keep(field, lambda value: value.name not in names)
 
 
-def _remove_unread(model: onnx.ModelProto, site: Site) -> None:
-    """Remove a weight that no node reads any more, and the nodes on the way from it."""
-    names = list(reversed(site.names))
-    if site.operand.dequantizer is not None:
-        names += site.operand.dequantizer.input[1:]
-    for name in names:
-        if name in uses(model):
-            continue
-        for graph in all_graphs(model.graph):
-            _keep(graph.node, lambda node, name=name: name not in node.output)  # type: ignore[misc]
-            for field in (graph.initializer, graph.value_info):
-                _keep(field, lambda value, name=name: value.name != name)  # type: ignore[misc]
-        if model.ir_version < SEPARATE_INITIALIZERS:
-            _keep(model.graph.input, lambda value, name=name: value.name != name)  # type: ignore[misc]
+def _remove_unread(model: onnx.ModelProto, sites: list[Site]) -> None:
+    """Remove weights that no node reads any more, and the nodes on the way from them."""
+    count = Counter({name: len(readers) for name, readers in uses(model).items()})
+    makers = {name: node for graph in all_graphs(model.graph) for node in graph.node for name in node.output}
+    gone: set[str] = set()
+    for site in sites:
+        node = site.operand.dequantizer
+        for name in (*reversed(site.names), *(node.input[1:] if node is not None else ())):
+            if not count[name] and name not in gone:
+                gone.add(name)
+                count.subtract(makers[name].input if name in makers else ())
+    for graph in all_graphs(model.graph):
+        _keep(graph.node, lambda node: not gone.intersection(node.output))
+        _keep(graph.initializer, lambda tensor: tensor.name not in gone)
+        _keep(graph.value_info, lambda value: value.name not in gone)
+    if model.ir_version < SEPARATE_INITIALIZERS:
+        _keep(model.graph.input, lambda value: value.name not in gone)
 
 
 def _keep(field: Any, wanted: Callable[[Any], bool]) -> None:

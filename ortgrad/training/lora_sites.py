@@ -29,8 +29,9 @@ class Operand:
     names: tuple[str, ...]
     # Whether the last two axes are exchanged.
     swapped: bool = False
-    # The node that dequantizes the weight.
+    # The node that dequantizes the weight, and its scale and zero point; None if they are no constants.
     dequantizer: onnx.NodeProto | None = None
+    quantization: tuple[onnx.TensorProto, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,14 @@ def _constant(node: onnx.NodeProto, known: dict[str, Operand]) -> Operand | None
     if node.op_type == "DequantizeLinear" and len(source.names) == 1:
         scale = known.get(node.input[1]) if len(node.input) > 1 else None
         if scale is not None:
-            type_ = attribute(node, "output_dtype", 0) or scale.type
-            return replace(made, type=type_, dequantizer=node)
+            settings = [known.get(other) for other in node.input[1:] if other]
+            stored = [s.tensor for s in settings if s is not None and len(s.names) == 1]
+            return replace(
+                made,
+                type=attribute(node, "output_dtype", 0) or scale.type,
+                dequantizer=node,
+                quantization=tuple(stored) if len(stored) == len(settings) else None,
+            )
     return None
 
 
