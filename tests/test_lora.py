@@ -14,6 +14,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from support import assert_close
 from torch.nn import functional
+from training_support import torch_losses
+from training_support import trained as train
 
 import ortgrad
 from ortgrad.errors import (
@@ -460,6 +462,30 @@ def test_other_types(dtype: type, tolerance: float) -> None:
     assert merge_lora(adapted).SerializeToString() == model.SerializeToString()
 
 
+def test_bfloat16() -> None:
+    """Without a run: onnxruntime has no such kernels for every processor."""
+    model = model_of("y = MatMul(x, w)", {"w": normal(4, 3)}, dtype=np.float32)
+    kind = np.dtype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(normal(4, 3).astype(kind), "w"))
+    after = trained(add_lora(model, "w", rank=2, alpha=1))
+    values = {name: value.astype(np.float64) for name, value in tensors(after).items()}
+    expected = values["w"] + values["w.lora_A"] @ values["w.lora_B"] / 2
+    np.testing.assert_array_equal(tensors(merge_lora(after))["w"], expected.astype(np.float32).astype(kind))
+
+
+def test_converted_opset() -> None:
+    """A Gemm of an old opset has a third input, also after a conversion."""
+    model = model_of("y = Gemm(x, w, c)", {"w": normal(4, 3), "c": normal(3)}, opset=10)
+    model.graph.output[0].type.tensor_type.shape.SetInParent()
+    after = trained(add_lora(model, "w"))
+    x = normal(2, 4)
+    expected = run(after, {"x": x})
+    after.opset_import[0].version = 18
+    merged = merge_lora(after)
+    assert merged.graph.node == model.graph.node
+    assert_close(run(merged, {"x": x}), expected, 1e-12)
+
+
 def test_cast_weight() -> None:
     """A weight that is stored in half precision and multiplied in single precision."""
     model = model_of("v = Cast<to = 1>(w) y = MatMul(x, v)", {}, dtype=np.float32)
@@ -551,9 +577,26 @@ def test_quantized_in_blocks() -> None:
     assert_close(run(merged, {"x": x}), expected, 1e-5)
 
 
+def test_absent_values_are_not_removed() -> None:
+    """Names that are empty stand for no value."""
+    model = quantized()
+    del model.graph.node[0].input[2]
+    model.graph.node[0].input.append("")
+    model.graph.node.append(helper.make_node("Dropout", ["y"], ["z", ""]))
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    after, x = trained(add_lora(model, "q")), normal(5, 4).astype(np.float32)
+    merged = merge_lora(after, dequantize=True)
+    assert [node.op_type for node in merged.graph.node] == ["MatMul", "Dropout"]
+    assert_close(run(merged, {"x": x}), run(after, {"x": x}), 1e-5)
+
+
 def test_computed_scale() -> None:
     model = quantized()
-    model.graph.node.insert(0, helper.make_node("Identity", ["scale"], ["s"]))
+    model.graph.node.insert(0, helper.make_node("Relu", ["scale"], ["s"]))
+    with pytest.raises(NameNotFoundError, match="read by DequantizeLinear"):
+        model.graph.node[1].input[1] = "s"
+        add_lora(model, "q")
+    model.graph.node[0].op_type = "Identity"
     model.graph.node[1].input[1] = "s"
     after = trained(add_lora(model, "q"))
     with pytest.raises(ModelError, match="scale of the quantized weight 'q' is not a constant"):
@@ -876,9 +919,12 @@ def test_changed_adapters() -> None:
     with pytest.raises(ModelError, match="read by a Relu node"):
         merge_lora(adapted)
     del adapted.graph.node[-1]
+    scale = next(t for t in adapted.graph.initializer if t.name.endswith("scale"))
+    scale.CopyFrom(numpy_helper.from_array(np.ones(8, np.float32), scale.name))
+    with pytest.raises(ModelError, match=r"'head.weight.lora_scale' has the shape \[8\]"):
+        merge_lora(adapted)
     # Without metadata, with types of all values, and another scale.
     del adapted.metadata_props[:]
-    scale = next(t for t in adapted.graph.initializer if t.name.endswith("scale"))
     scale.CopyFrom(numpy_helper.from_array(np.float32(0.25), scale.name))
     inferred = onnx.shape_inference.infer_shapes(adapted)
     merged = merge_lora(inferred)
@@ -939,16 +985,27 @@ def test_inputs_are_not_changed(tmp_path: Path) -> None:
 
 
 def test_training(tmp_path: Path) -> None:
-    """Only the adapters change, the loss falls, and the merged model has the same outputs."""
-    from training_support import trained as train
-
+    """The losses of PyTorch; only the adapters change, and the merged model has the same outputs."""
     random = np.random.default_rng(0)
     x = random.standard_normal((64, 4)).astype(np.float32)
     labels = (x @ random.standard_normal((4, 3))).argmax(1)
     adapted = add_lora(two_layers(), ["encoder.*", "head.*"], rank=2)
     names = lora_parameters(adapted)
-    losses, state, _ = train(tmp_path, adapted, names, [(x, labels)] * 60)
-    assert losses[-1] < losses[0] / 2
+    steps = [(x, labels)] * 30
+    losses, state, _ = train(tmp_path, adapted, names, steps)
+    values = {name: torch.tensor(value) for name, value in tensors(adapted).items()}
+    leaves = {name: values[name].requires_grad_() for name in names}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        def product(x: torch.Tensor, name: str, turned: bool = False) -> torch.Tensor:
+            w, a, b = (values[f"{name}.weight{suffix}"] for suffix in ("", ".lora_A", ".lora_B"))
+            return x @ w.T + 8 * (x @ a.T) @ b.T if turned else x @ w + 8 * (x @ a) @ b
+
+        hidden = product(torch.relu(product(x, "encoder.0")), "encoder.1", True) + values["encoder.1.bias"]
+        return product(hidden, "head")
+
+    np.testing.assert_allclose(losses, torch_losses(leaves, forward, steps), rtol=1e-3)
+    assert losses[-1] < losses[0] / 5
     save_lora(state, tmp_path / "a.safetensors", model=adapted)
     loaded = load_lora(two_layers(), tmp_path / "a.safetensors")
     assert_close(run(merge_lora(loaded), {"x": x}), run(loaded, {"x": x}), 1e-5)

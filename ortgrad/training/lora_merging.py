@@ -43,7 +43,7 @@ def merge(model: onnx.ModelProto, adapted: list[Adapted], read: Read, dequantize
         adapter = group[0].adapter
         values = [read(tensors[name]) for name in (adapter.a, adapter.b, adapter.scale)]
         delta = _delta(adapter, *values)
-        if _exclusive(group, reading) and not group[0].site.quantized:
+        if _exclusive(group, reading) and not any(each.site.quantized for each in group):
             tensor = group[0].site.operand.tensor
             set_value(tensor, _sum(read(tensor), delta))
         else:
@@ -163,7 +163,7 @@ def _remove_unread(model: onnx.ModelProto, sites: list[Site]) -> None:
     for site in sites:
         node = site.operand.dequantizer
         for name in (*reversed(site.names), *(node.input[1:] if node is not None else ())):
-            if not count[name] and name not in gone:
+            if name and not count[name] and name not in gone:
                 gone.add(name)
                 count.subtract(makers[name].input if name in makers else ())
     for graph in all_graphs(model.graph):

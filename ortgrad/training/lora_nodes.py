@@ -11,6 +11,7 @@ A [group * rank, in / group, ...] and B [out, rank, 1, ...].
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -195,8 +196,18 @@ def find_adapted(sites: list[Site], model: onnx.ModelProto, opset: int) -> list[
         if match is not None:
             found.append(match)
             taken.update(id(node) for node in match.nodes)
-    for adapter in {adapted.adapter.weight: adapted.adapter for adapted in found}.values():
-        for name in (adapter.a, adapter.b):
+    adapters = {adapted.adapter.weight: adapted.adapter for adapted in found}
+    for each in found:
+        if each.adapter != adapters[each.adapter.weight]:
+            raise ModelError(
+                f"the nodes of the weight {each.site.weight!r} use its adapter in different ways"
+            )
+    for adapter in adapters.values():
+        if shapes[adapter.scale] not in ((), (1,)):
+            raise ModelError(
+                f"{adapter.scale!r} has the shape {list(shapes[adapter.scale])}, but is one number"
+            )
+        for name in (adapter.a, adapter.b, adapter.scale):
             others = [node for node, _ in reading[name] if node is None or id(node) not in taken]
             if others:
                 what = "an output of a graph" if others[0] is None else f"read by a {others[0].op_type} node"
@@ -218,11 +229,8 @@ def _match(
         return None
     for adapter in _possible(site, shapes):
         leaves = {name: name for name in (adapter.a, adapter.b, adapter.scale, base, *site.node.input)}
-        count = iter(range(_DEEPEST + 1))
-        written = adapter_nodes(adapter, site, base, lambda suffix, n=count: f"{suffix}/{next(n)}", opset)  # type: ignore[misc]
-        expected = _expression(written[-1], leaves, {node.output[0]: node for node in written[:-1]}, [])
         nodes: list[onnx.NodeProto] = []
-        if _expression(last, leaves, producers, nodes) != expected:
+        if _expression(last, leaves, producers, nodes) not in _written(adapter, site, leaves, opset):
             continue
         inner = [node.output[0] for node in nodes[1:]]
         seen = next((name for name in inner if len(reading[name]) > 1), None)
@@ -232,6 +240,14 @@ def _match(
             )
         return Adapted(site, adapter, nodes)
     return None
+
+
+def _written(adapter: Adapter, site: Site, leaves: dict[str, str], opset: int) -> Iterator[str]:
+    """Yield what `adapter_nodes` computes, as texts: for this opset, and before a conversion to it."""
+    for version in (opset, _OPTIONAL_C - 1):
+        count = itertools.count()
+        nodes = adapter_nodes(adapter, site, site.node.output[0], lambda _, n=count: f"/{next(n)}", version)  # type: ignore[misc]
+        yield _expression(nodes[-1], leaves, {node.output[0]: node for node in nodes[:-1]}, [])
 
 
 def _possible(site: Site, shapes: dict[str, tuple[int, ...]]) -> Iterator[Adapter]:
