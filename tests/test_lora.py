@@ -862,6 +862,8 @@ def test_weights_that_cannot_have_an_adapter() -> None:
     x = normal(2, 4)
     after = trained(add_lora(both, "v"))
     assert_close(run(merge_lora(after), {"x": x}), run(after, {"x": x}), 1e-12)
+    with pytest.raises(ModelError, match="both inputs"):
+        add_lora(add_lora(both, "v"), "w")
     squared = model_of("p = MatMul(w, w) y = MatMul(x, p)", {"w": normal(4, 4)})
     with pytest.raises(ModelError, match="both inputs"):
         add_lora(squared, "w")

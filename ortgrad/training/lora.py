@@ -27,7 +27,7 @@ from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.protos import all_graphs, copy_of, declared_values
 from ortgrad.training.checkpoint import Checkpoint, load_tensors, save_tensors
 from ortgrad.training.lora_merging import merge
-from ortgrad.training.lora_nodes import Adapter, adapter_for, adapter_nodes, find_adapted
+from ortgrad.training.lora_nodes import Adapted, Adapter, adapter_for, adapter_nodes, find_adapted
 from ortgrad.training.lora_sites import SEPARATE_INITIALIZERS, Site, constants, defined, find_sites, readers
 from ortgrad.training.state import TrainingState, describe
 from ortgrad.training.weights import LARGE, set_value, size_of
@@ -217,9 +217,9 @@ def merge_lora(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto
     True
     """
     made, folder = _opened(model)
-    if not _adapters(made):
+    adapted = _adapted(made)
+    if not adapted:
         raise ModelError("the model has no adapters; add_lora adds them")
-    adapted = find_adapted(find_sites(made), made, _opset(made))
     merge(made, adapted, lambda tensor: _value(tensor, folder), dequantize)
     rest = [entry for entry in made.metadata_props if entry.key != _METADATA]
     del made.metadata_props[:]
@@ -299,7 +299,7 @@ def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dic
                 raise ModelError(
                     f"the model has a value {weight + suffix!r}, the name of an adapter's tensor"
                 )
-        _check_sites(model, nodes, chosen)
+        _check_sites(model, nodes, [site for site in sites if site.weight in {*chosen, *present}])
     return chosen
 
 
@@ -311,14 +311,12 @@ def _no_match(model: onnx.ModelProto, pattern: str, sites: list[Site], exact: st
     candidates = list(dict.fromkeys(name for site in sites for name in site.names))
     others = [n for n in constants(model) if _matches(pattern, [n]) and not n.endswith(_SUFFIXES)]
     if others:
-        kinds = readers(others, model)
+        kinds = readers(others[:1], model)
+        what = f"the weight {pattern!r} of {exact}"
+        if not exact:
+            what = f"patterns={pattern!r} matches {others[0]!r}, which"
         by = f"is read by {', '.join(kinds)}" if kinds else "is read by no node"
-        which = (
-            f"the weight {pattern!r} of {exact}"
-            if exact
-            else f"patterns={pattern!r} matches {others[0]!r}, which"
-        )
-        text = f"{which} {by}; adapters go on MatMul, Gemm and Conv nodes with a floating-point weight"
+        text = f"{what} {by}; adapters go on MatMul, Gemm and Conv nodes with a floating-point weight"
         if {function.name for function in model.functions}.intersection(kinds):
             text += "; inline the functions first (onnx.inliner.inline_local_functions)"
     elif exact:
@@ -329,14 +327,17 @@ def _no_match(model: onnx.ModelProto, pattern: str, sites: list[Site], exact: st
     return f"{text}; did you mean {', '.join(map(repr, near))}?" if near else text
 
 
-def _check_sites(model: onnx.ModelProto, sites: list[Site], chosen: Mapping[str, Any]) -> None:
-    """Raise ModelError if the nodes of a weight cannot share an adapter."""
+def _check_sites(model: onnx.ModelProto, sites: list[Site], adapted: list[Site]) -> None:
+    """Raise ModelError if the nodes of a weight cannot share an adapter.
+
+    `adapted` are all nodes that will have one.
+    """
     adapters = {}
     for site in sites:
         adapter = adapter_for(site, 1)
         adapters[adapter.type, adapter.group, len(adapter.dims)] = site
-        other = next((s for w in chosen for s in chosen[w] if s.node is site.node and s is not site), None)
-        if other is not None and other.place != site.place:
+        other = next((s for s in adapted if s.node is site.node and s.place != site.place), None)
+        if other is not None:
             raise ModelError(
                 f"both inputs of {site.described}, {site.weight!r} and {other.weight!r}, would get an "
                 "adapter, and their sum is not the product of two adapted weights; choose one of them"
@@ -458,19 +459,23 @@ def _value(tensor: onnx.TensorProto, folder: str) -> np.ndarray:
     return value
 
 
-def _adapters(model: onnx.ModelProto) -> dict[str, Adapter]:
-    """Return the adapters of a model by weight; raises ModelError for tensors that no node uses as such."""
+def _adapted(model: onnx.ModelProto) -> list[Adapted]:
+    """Return the nodes with adapters; raises ModelError for tensors that no node uses as an adapter."""
     pairs = _pairs(tensor.name for tensor in model.graph.initializer)
-    if not pairs:
-        return {}
-    adapted = find_adapted(find_sites(model), model, _opset(model))
-    found = {each.adapter.weight: each.adapter for each in adapted}
+    adapted = find_adapted(find_sites(model), model, _opset(model)) if pairs else []
+    found = {each.adapter.weight for each in adapted}
     for weight, (a, b) in pairs.items():
         if weight not in found:
             raise ModelError(
                 f"{a!r} and {b!r} are no adapter as add_lora writes it; the nodes around them differ"
             )
-    return {weight: found[weight] for weight in pairs}
+    return adapted
+
+
+def _adapters(model: onnx.ModelProto) -> dict[str, Adapter]:
+    """Return the adapters of a model by weight, in the order of their tensors."""
+    found = {each.adapter.weight: each.adapter for each in _adapted(model)}
+    return {weight: found[weight] for weight in _pairs(tensor.name for tensor in model.graph.initializer)}
 
 
 def _alphas(model: onnx.ModelProto, adapters: Mapping[str, Adapter], folder: str) -> dict[str, float]:

@@ -186,10 +186,7 @@ def find_adapted(sites: list[Site], model: onnx.ModelProto, opset: int) -> list[
     found: list[Adapted] = []
     taken: set[int] = set()
     for site in sites:
-        if (
-            not {f"{site.weight}.lora_A", f"{site.weight}.lora_B", f"{site.weight}.lora_scale"}
-            <= shapes.keys()
-        ):
+        if not {site.weight + suffix for suffix in (".lora_A", ".lora_B", ".lora_scale")} <= shapes.keys():
             continue
         made = producers.setdefault(id(site.graph), {n: v for v in site.graph.node for n in v.output})
         match = _match(site, shapes, reading, made, opset)
