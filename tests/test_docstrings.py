@@ -32,6 +32,11 @@ TRAINING = [
     "training.export",
     "training.fit",
     "training.parameters",
+    "training.lora.add_lora",
+    "training.lora.load_lora",
+    "training.lora.lora_parameters",
+    "training.lora.merge_lora",
+    "training.lora.save_lora",
 ]
 SCRIPT = """
 import doctest, importlib, sys

@@ -16,6 +16,7 @@ from onnx.external_data_helper import load_external_data_for_tensor, uses_extern
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.protos import all_graphs
+from ortgrad.training.checkpoint.state import as_bytes
 from ortgrad.training.files import replacing
 
 # Models with more bytes of weights are processed without the values of their parameters.
@@ -44,12 +45,12 @@ def load_weights(model: ModelLike, parameters: Collection[str]) -> Weights:
     """Return the model; if it is large, without the values of the parameters, which are read one by one."""
     proto = load_model(model, external_data=False)
     folder = str(Path(model).parent) if isinstance(model, (str, os.PathLike)) else ""
-    if sum(_bytes(tensor) for tensor in proto.graph.initializer) <= LARGE:
+    if sum(size_of(tensor) for tensor in proto.graph.initializer) <= LARGE:
         if folder:
             proto = load_model(model)
         return Weights(proto)
     taken = [t for t in proto.graph.initializer if t.name in parameters]
-    rest = sum(_bytes(tensor) for tensor in proto.graph.initializer if tensor.name not in parameters)
+    rest = sum(size_of(tensor) for tensor in proto.graph.initializer if tensor.name not in parameters)
     if rest > LARGE:
         raise ModelError(
             f"initializers with {rest / 2**30:.1f} GiB are neither in requires_grad nor in frozen_params and "
@@ -73,7 +74,17 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
                 yield attribute.t
 
 
-def _bytes(tensor: onnx.TensorProto) -> int:
+def set_value(tensor: onnx.TensorProto, array: np.ndarray) -> None:
+    """Replace the value of a tensor by one of the same type and shape."""
+    name, kind, dims = tensor.name, tensor.data_type, list(tensor.dims)
+    tensor.Clear()
+    tensor.name, tensor.data_type = name, kind
+    tensor.dims.extend(dims)
+    tensor.raw_data = bytes(as_bytes(array))
+
+
+def size_of(tensor: onnx.TensorProto) -> int:
+    """Return the number of bytes that the elements of a tensor take."""
     count = int(np.prod(np.array(tensor.dims, dtype=object))) if tensor.dims else 1
     try:
         return count * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
@@ -113,7 +124,7 @@ def copy_without(message: Any, fields: Collection[str]) -> Any:
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:
     """Write a model; if it is too large for one message, its weights go to `<path>.data`."""
-    if sum(_bytes(tensor) for tensor in model.graph.initializer) > LARGE:
+    if sum(size_of(tensor) for tensor in model.graph.initializer) > LARGE:
         onnx.save(
             model,
             path,

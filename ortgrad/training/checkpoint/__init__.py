@@ -17,6 +17,7 @@ from ortgrad.errors import CheckpointError, CheckpointFileError
 from ortgrad.threads import call_elsewhere
 from ortgrad.training.checkpoint import ortcheckpoint, safetensors
 from ortgrad.training.checkpoint.state import Checkpoint, OptimizerGroup, check
+from ortgrad.training.files import replacing
 
 __all__ = ["Checkpoint", "OptimizerGroup", "load", "save"]
 
@@ -72,6 +73,30 @@ def save(checkpoint: Checkpoint, path: str | os.PathLike[str], *, sort: bool = F
         chosen = checkpoint.sorted() if sort else checkpoint
         write = safetensors.write if place.suffix == ".safetensors" else ortcheckpoint.write
         call_elsewhere(lambda: write(chosen, place))
+
+
+def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays and the metadata in a safetensors file of any name."""
+    place = Path(path)
+    with _naming(place, "read"):
+        if place.exists() and not place.is_file():
+            raise CheckpointError("it is not a regular file")
+        return call_elsewhere(lambda: safetensors.read_tensors(place))
+
+
+def save_tensors(
+    arrays: dict[str, np.ndarray], metadata: dict[str, str], path: str | os.PathLike[str]
+) -> None:
+    """Write arrays and metadata to a safetensors file, which keeps its old contents until it is complete."""
+    place = Path(path)
+
+    def write() -> None:
+        with replacing(place) as file:
+            safetensors.write_tensors(file, arrays, metadata)
+
+    with _naming(place, "written"):
+        check(Checkpoint(trainable=arrays))
+        call_elsewhere(write)
 
 
 def _contents(path: Path) -> np.ndarray:

@@ -54,6 +54,11 @@ _LENGTH = struct.Struct("<Q")
 
 def read(path: Path) -> Checkpoint:
     """Return the checkpoint in a file."""
+    return _assemble(*read_tensors(path))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays in a file by name, and its metadata."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         header, start = _read_header(file, size)
@@ -75,7 +80,7 @@ def read(path: Path) -> Checkpoint:
         if end != size - start:
             raise _damaged(f"{size - start - end} bytes belong to no tensor")
     # In the order of the header, which is that of the writer.
-    return _assemble({name: arrays[name] for name in header}, metadata)
+    return {name: arrays[name] for name in header}, metadata
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
