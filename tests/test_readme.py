@@ -14,8 +14,9 @@ def test_snippets_run(tmp_path: Path) -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert len(snippets) >= 5
     script = tmp_path / "readme.py"
-    script.write_text("\n".join(snippets))
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    script.write_text("\n".join([*snippets, "assert result.metric > 0.97"]))
+    for folder in ("models", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     # A process of its own: the snippets declare an operator.
     result = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
