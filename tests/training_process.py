@@ -70,7 +70,7 @@ def train(folder: Path) -> None:
     x, labels = data()
     trainer.fit(
         (x[:200], labels[:200]),
-        epochs=6,
+        epochs=12,
         batch_size=8,
         evaluate=(x[200:], labels[200:]),
         metric="accuracy",
