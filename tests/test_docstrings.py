@@ -28,6 +28,15 @@ TRAINING = [
     "training.lora.lora_parameters",
     "training.lora.merge_lora",
     "training.lora.save_lora",
+    "training.Adagrad",
+    "training.AdamW",
+    "training.RMSprop",
+    "training.SGD",
+    "training.Trainer",
+    "training.add_loss",
+    "training.export",
+    "training.fit",
+    "training.parameters",
 ]
 SCRIPT = """
 import doctest, importlib, sys
