@@ -23,6 +23,11 @@ TRAINING = [
     "training.api.Parameter",
     "training.checkpoint.load",
     "training.checkpoint.save",
+    "training.lora.add_lora",
+    "training.lora.load_lora",
+    "training.lora.lora_parameters",
+    "training.lora.merge_lora",
+    "training.lora.save_lora",
     "training.Adagrad",
     "training.AdamW",
     "training.RMSprop",
@@ -32,11 +37,6 @@ TRAINING = [
     "training.export",
     "training.fit",
     "training.parameters",
-    "training.lora.add_lora",
-    "training.lora.load_lora",
-    "training.lora.lora_parameters",
-    "training.lora.merge_lora",
-    "training.lora.save_lora",
 ]
 SCRIPT = """
 import doctest, importlib, sys
