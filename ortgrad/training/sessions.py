@@ -12,7 +12,14 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ortgrad.errors import ArgumentTypeError, ModelError, OrtgradError, TrainingError, TrainingModelError
+from ortgrad.errors import (
+    ArgumentTypeError,
+    KernelError,
+    ModelError,
+    OrtgradError,
+    TrainingError,
+    TrainingModelError,
+)
 from ortgrad.graph.loading import load_model, one_line, onnxruntime_errors
 from ortgrad.runtime.session import InferenceSession
 from ortgrad.training.buffers import as_ort_value
@@ -184,11 +191,14 @@ _INDEX_HINT = "a label or an index is out of range: "
 
 @contextmanager
 def _as_training_error() -> Iterator[None]:
-    """Make a TrainingError of onnxruntime's own exceptions."""
+    """Make a TrainingError of onnxruntime's own exceptions, and of failing kernels."""
     # Some of them are plain RuntimeErrors.
     kinds: tuple[type[Exception], ...] = (*onnxruntime_errors(), RuntimeError)
     try:
         yield
+    except KernelError as error:
+        # Such as a label out of range, which the kernel of the loss reports.
+        raise TrainingError(str(error)) from error
     except OrtgradError:
         raise
     except kinds as error:

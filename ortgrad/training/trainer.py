@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ortgrad.errors import ArgumentTypeError, KernelError, TrainingError, TrainingModelError
+from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.progress import Progress
 from ortgrad.threads import call_elsewhere
@@ -182,9 +182,6 @@ class Trainer:
             loss = self._engine.gradients(batch, add=add)
         except TrainingError as error:
             raise type(error)(f"{where}: {error}") from error
-        except KernelError as error:
-            # Such as a label out of range, which the kernel of the loss reports.
-            raise TrainingError(f"{where}: {error}") from error
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} in step {self.steps + 1} ({where}); the parameters are as they were "
