@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 import ortgrad
 from ortgrad.check.sessions import Backward
 from ortgrad.cli import demo, exit_codes, files, main
-from ortgrad.cli.progress import Progress
 from ortgrad.cli.summary import summary
 from ortgrad.pipelines.explain import Explanation
+from ortgrad.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 CNN = str(ROOT / "models" / "cnn.onnx")

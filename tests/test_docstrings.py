@@ -23,6 +23,15 @@ TRAINING = [
     "training.api.Parameter",
     "training.checkpoint.load",
     "training.checkpoint.save",
+    "training.Adagrad",
+    "training.AdamW",
+    "training.RMSprop",
+    "training.SGD",
+    "training.Trainer",
+    "training.add_loss",
+    "training.export",
+    "training.fit",
+    "training.parameters",
 ]
 SCRIPT = """
 import doctest, importlib, sys

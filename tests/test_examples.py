@@ -43,6 +43,26 @@ def test_run_training_model() -> None:
     assert parameter < 1e-5
 
 
+def test_fine_tune_cnn(tmp_path: Path) -> None:
+    before, after, changed = load("fine_tune_cnn").main(tmp_path / "trained.onnx")
+    assert before < 0.5
+    assert after > 0.9
+    assert changed == ["fc.weight", "fc.bias"]
+    assert (tmp_path / "trained.onnx").exists()
+
+
+def test_train_gru() -> None:
+    result = load("train_gru").main(epochs=15)
+    assert result.metric > 0.8
+    assert result.history[-1].loss < 0.2 * result.history[0].loss
+
+
+def test_continue_artifacts() -> None:
+    error, first, last = load("continue_artifacts").main()
+    assert error < 1e-5
+    assert last < 0.85 * first
+
+
 def test_saliency(tmp_path: Path) -> None:
     picture = tmp_path / "saliency.png"
     sums, changes = load("saliency").main(picture, epochs=6)

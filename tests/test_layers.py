@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "ortgrad"
 LAYERS = [
     "errors",
     "threads",
+    "progress",
     "operators",
     "compiled",
     "fusion",

@@ -31,7 +31,8 @@ SIZES = [1, 7, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17]
 
 def numbers_of(kernel: Pass) -> dict[str, float]:
     values = {"beta1": 0.9, "rest1": 0.1, "beta2": 0.99, "rest2": 0.01, "epsilon": 1e-3, "root": 1.25}
-    values.update(rate=0.1, before=0.99, after=0.98, factor=0.25)
+    values.update(rate=0.1, before=0.99, after=0.98, factor=0.25, bound=0.5, decay=0.2, momentum=0.9)
+    values.update(rest=0.7, direct=1.0, through=0.8, alpha=0.6, centered=1.0)
     return {name: values[name] for name in kernel.kernel.numbers}
 
 
@@ -40,6 +41,9 @@ def arrays_of(kernel: Pass, size: int, dtype: Any, seed: int = 0) -> list[np.nda
     made = [generator.standard_normal(size).astype(dtype) for _ in range(kernel.arrays)]
     if len(made) == 4:
         made[3] = abs(made[3])
+    elif len(made) in (3, 5):
+        # The mean of the squares, which is not less than the square of the mean.
+        made[2] = abs(made[2]) + (0 if len(made) == 3 else 40)
     return made + [np.zeros(-(-size // CHUNK)) for _ in range(kernel.partial)]
 
 
@@ -56,9 +60,33 @@ def by_formula(name: str, arrays: list[np.ndarray], n: dict[str, float]) -> list
         return [values[0] - n["rate"] * values[1], values[1]]
     if name == "scale":
         return [values[0] * n["factor"]]
-    assert name == "squares"
+    if name == "clamp":
+        return [np.minimum(np.maximum(values[0], -n["bound"]), n["bound"])]
+    if name != "squares":
+        return by_decaying_formula(name, values, n)
     g = values[0]
     return [g, np.array([math.fsum(g[i : i + CHUNK] ** 2) for i in range(0, g.size, CHUNK)])]
+
+
+def by_decaying_formula(name: str, values: list[np.ndarray], n: dict[str, float]) -> list[np.ndarray]:
+    """Optimizers in which the weight decay is added to the gradient."""
+    w, g, *state = values
+    d = g + n["decay"] * w
+    if name == "decayed_sgd":
+        return [w - n["rate"] * d, g]
+    if name == "momentum_sgd":
+        m = n["momentum"] * state[0] + n["rest"] * d
+        return [w - n["rate"] * (n["direct"] * d + n["through"] * m), g, m]
+    if name == "adagrad":
+        v = state[0] + d * d
+        return [w - n["rate"] * d / (np.sqrt(v) + n["epsilon"]), g, v]
+    v = n["alpha"] * state[0] + n["rest"] * d * d
+    if name == "rmsprop":
+        return [w - n["rate"] * d / (np.sqrt(v) + n["epsilon"]), g, v]
+    assert name == "centered_rmsprop"
+    c = (1 - n["rest"]) * state[1] + n["rest"] * d
+    m = n["momentum"] * state[2] + d / (np.sqrt(v - n["centered"] * c * c) + n["epsilon"])
+    return [w - n["rate"] * m, g, v, c, m]
 
 
 @pytest.mark.parametrize("compiled", WAYS)

@@ -96,6 +96,12 @@ def find_targets(
     return [_made_feedable(graph, value, names) for value in dict.fromkeys(found)]
 
 
+def find_parameters(model: ir.Model, source: onnx.ModelProto) -> list[str]:
+    """Return the names of the parameters of a model, which `source` is the file of."""
+    hidden = _weights_in_subgraphs(model.graph, _defined(source.graph))
+    return [value.name or "" for value in _parameters(model, hidden, source, ())]
+
+
 def _parameters(
     model: ir.Model, hidden: dict[str, ir.Value], source: onnx.ModelProto, outputs: Sequence[ir.Value]
 ) -> list[ir.Value]:

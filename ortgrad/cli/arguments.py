@@ -16,6 +16,9 @@ SEEN = (
     "(see numpy.savez)"
 )
 
+TRAIN = "Train a forward model on the arrays of an npz file, and write the trained forward model."
+TRAINED = "what is trained: names or patterns such as 'layer4.*' (default: the parameters)"
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser; the argument `command` is the name of a module in ortgrad.cli."""
@@ -105,6 +108,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ahead.add_argument("model", nargs="?", metavar="MODEL", help="an ONNX file (default: all kernels)")
 
+    _add_train(commands.add_parser("train", help="train a model on arrays", description=TRAIN))
+    _add_artifacts(
+        commands.add_parser(
+            "artifacts",
+            help="write the files for onnxruntime.training and ortgrad.training.api",
+            description="Write training_model.onnx, eval_model.onnx, optimizer_model.onnx and checkpoint.",
+        )
+    )
+
     demo = commands.add_parser(
         "demo",
         help="train a small CNN on handwritten digits",
@@ -149,3 +161,60 @@ def _add_progress(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="show a progress bar on stderr (default: if that is a terminal)",
     )
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_output(parser)
+    add = parser.add_argument
+    add(
+        "--data", required=True, metavar="FILE.npz", help="arrays by the names of the inputs, with the target"
+    )
+    add(
+        "--loss",
+        required=True,
+        metavar="LOSS",
+        help="cross-entropy (of scores and labels), mse, l1, huber, bce (of scores and a target), or the "
+        "name of a scalar in the model",
+    )
+    add("--loss-output", metavar="NAME", help="the value that the loss is of (default: the first output)")
+    add("--target", metavar="NAME", help="the array with the target (default: labels, or target)")
+    add("--optimizer", choices=["adamw", "sgd", "rmsprop", "adagrad"], default="adamw", help="default: adamw")
+    add("--learning-rate", type=float, metavar="R", help="default: that of the optimizer")
+    add("--weight-decay", type=float, metavar="D", help="default: that of the optimizer")
+    add("--momentum", type=float, metavar="M", help="for sgd and rmsprop (default: 0)")
+    add("--schedule", choices=["constant", "linear", "cosine"], default="constant", help="default: constant")
+    add("--warmup", type=float, default=0, metavar="N", help="steps, or a fraction of them (default: 0)")
+    add("--clip-norm", type=float, metavar="N", help="the largest norm of the gradients")
+    add("--accumulate", type=int, default=1, metavar="N", help="batches per step (default: 1)")
+    add("--epochs", type=int, default=1, metavar="N", help="default: 1")
+    add("--batch-size", type=int, default=32, metavar="N", help="default: 32")
+    _add_trained(parser)
+    add("--eval", metavar="FILE.npz", help="held-out data, or a fraction of the data, such as 0.2")
+    add("--metric", choices=["accuracy", "mse"], help="what is computed of the held-out data")
+    add("--patience", type=int, metavar="N", help="stop after N epochs without an improvement")
+    add("--checkpoint", metavar="FILE", help="written after each epoch; .safetensors, or 1.19.2's format")
+    add("--checkpoint-every", type=int, metavar="N", help="and after every N steps")
+    add("--resume", action="store_true", help="continue from the checkpoint if it exists")
+    add("--curve", metavar="PNG", help="a picture of the losses (needs matplotlib)")
+    add("--seed", type=int, default=0, metavar="N", help="for the order of samples and Dropout (default: 0)")
+    add("--threads", type=int, default=0, metavar="N", help="default: all processors")
+    _add_progress(parser)
+
+
+def _add_artifacts(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the folder to write to")
+    parser.add_argument(
+        "--loss",
+        choices=["cross-entropy", "mse", "l1", "bce"],
+        help="of the first output (default: the first output is the loss)",
+    )
+    parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="the names of the files begin with it")
+    _add_trained(parser)
+
+
+def _add_trained(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wrt", nargs="+", action="extend", metavar="NAME", help=TRAINED)
+    parser.add_argument("--exclude", nargs="+", action="extend", metavar="NAME", help="what is not trained")

@@ -7,7 +7,7 @@ import argparse
 from ortgrad.check import check_gradients
 from ortgrad.cli.exit_codes import WRONG, fail
 from ortgrad.cli.files import given_feeds
-from ortgrad.cli.progress import Progress
+from ortgrad.progress import Progress
 
 
 def command(arguments: argparse.Namespace) -> int:

@@ -13,11 +13,11 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ortgrad.check import check_gradients
-from ortgrad.cli.progress import Progress
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.loading import load_model
 from ortgrad.graph.protos import FLOAT, INT64, copy_of
 from ortgrad.pipelines.build import build_gradient_model
+from ortgrad.progress import Progress
 from ortgrad.runtime.session import InferenceSession
 
 EPOCHS = 20

@@ -1,1 +1,21 @@
-"""Training on the stock onnxruntime, with the interface of onnxruntime.training 1.19.2."""
+"""Training of ONNX models: a short way (`fit`), and the interface of onnxruntime.training 1.19.2."""
+
+from ortgrad.training.exporting import export
+from ortgrad.training.losses import add_loss
+from ortgrad.training.optimizers.rules import SGD, Adagrad, AdamW, RMSprop
+from ortgrad.training.results import Result
+from ortgrad.training.selection import parameters
+from ortgrad.training.trainer import Trainer, fit
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "AdamW",
+    "RMSprop",
+    "Result",
+    "Trainer",
+    "add_loss",
+    "export",
+    "fit",
+    "parameters",
+]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ortgrad.compiled import machine_code
+from ortgrad.compiled import layout, machine_code
 from ortgrad.operators.compiled import CompiledKernel
 
 # The number of elements of a chunk: with its share of four arrays it fits into a processor's own cache.
@@ -101,9 +101,13 @@ class Pass:
         block = self.machine_code(dtype)
         lengths = [array.size for array in arrays]
         bits = [_bits(numbers[name]) for name in self.kernel.numbers]
-        # One phase, without scratch memory: see ortgrad.compiled.layout.
-        plan = np.array([1, 0, 0, chunks, parts, *lengths, *bits], np.int64)
-        call = np.array([plan.ctypes.data, 0, 0, *(array.ctypes.data for array in arrays)], np.int64)
+        # One phase, without scratch memory and products.
+        header = [0] * layout.PHASE_FIELDS
+        header[layout.PHASES] = 1
+        plan = np.array([*header, chunks, parts, *lengths, *bits], np.int64)
+        fields = [0] * layout.TENSORS
+        fields[layout.CALL_PLAN] = plan.ctypes.data
+        call = np.array([*fields, *(array.ctypes.data for array in arrays)], np.int64)
         address = call.ctypes.data
 
         def perform(part: int, _alive: object = (plan, call, arrays)) -> None:

@@ -1,0 +1,116 @@
+"""`ortgrad train`: train a model on arrays."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortgrad.cli.files import given_feeds, output_path
+from ortgrad.errors import ModelError, TrainingError
+from ortgrad.training import Trainer
+from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Train the model, write it, and print what came of it."""
+    path = output_path(arguments.output)
+    if arguments.resume and arguments.checkpoint is None:
+        raise TrainingError("--resume needs --checkpoint")
+    for name in (arguments.checkpoint, arguments.curve):
+        if name is not None:
+            output_path(name)
+    data, held_out = _data(arguments)
+    trainer = Trainer(
+        arguments.model,
+        loss=arguments.loss,
+        optimizer=_optimizer(arguments),
+        wrt=arguments.wrt,
+        exclude=arguments.exclude,
+        schedule=arguments.schedule,
+        warmup=arguments.warmup,
+        clip_norm=arguments.clip_norm,
+        accumulate=arguments.accumulate,
+        seed=arguments.seed,
+        threads=arguments.threads,
+        output=arguments.loss_output,
+        target=arguments.target,
+    )
+    result = trainer.fit(
+        _named(data, trainer.input_names),
+        epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        evaluate=None if held_out is None else _named(held_out, trainer.input_names),
+        metric=arguments.metric if held_out is not None else None,
+        patience=arguments.patience,
+        checkpoint=arguments.checkpoint,
+        checkpoint_every=arguments.checkpoint_every,
+        resume=arguments.resume,
+        progress=arguments.progress,
+        curve=arguments.curve,
+    )
+    trainer.export(path)
+    print(result)
+    print(f"{path}: written")
+    return 0
+
+
+def _optimizer(arguments: argparse.Namespace) -> AnyOptimizer:
+    optimizer = OPTIMIZERS[arguments.optimizer]()
+    given = {
+        name: value
+        for name in ("learning_rate", "weight_decay", "momentum")
+        if (value := getattr(arguments, name)) is not None
+    }
+    unknown = [name for name in given if not hasattr(optimizer, name)]
+    if unknown:
+        raise TrainingError(f"--{unknown[0]} is not a setting of {arguments.optimizer}")
+    return replace(optimizer, **given)
+
+
+def _data(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+    """Return the arrays for training, and those for evaluation: a file, or a fraction of the data."""
+    data = given_feeds(arguments.data)
+    assert data is not None
+    if arguments.eval is None:
+        return data, None
+    try:
+        fraction = float(arguments.eval)
+    except ValueError:
+        return data, given_feeds(arguments.eval)
+    sizes = {array.shape[:1] for array in data.values()}
+    if not 0 < fraction < 1 or len(sizes) != 1 or sizes == {()}:
+        raise TrainingError(
+            f"--eval {arguments.eval}: a file, or a fraction between 0 and 1 of arrays of one length"
+        )
+    ((size,),) = sizes
+    order = np.random.default_rng(arguments.seed).permutation(size)
+    count = round(fraction * size)
+    if not 0 < count < size:
+        raise TrainingError(f"--eval {arguments.eval}: nothing is left of {size} samples")
+    held_out, rest = np.sort(order[:count]), np.sort(order[count:])
+    return {k: v[rest] for k, v in data.items()}, {k: v[held_out] for k, v in data.items()}
+
+
+def _named(data: dict[str, np.ndarray], names: list[str]) -> dict[str, Any]:
+    """Return the arrays that the model takes; `arr_0`, `arr_1` and so on stand for its inputs in order."""
+    if set(data) == {f"arr_{i}" for i in range(len(names))}:
+        return {name: data[f"arr_{i}"] for i, name in enumerate(names)}
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise ModelError(
+            f"the data has no array {missing[0]!r}; the model takes {', '.join(names)}, and there are "
+            f"{', '.join(data) or 'none'}: write them with numpy.savez"
+        )
+    return {name: data[name] for name in names}
+
+
+def existing_folder(name: str) -> Path:
+    """Return the path of a folder; raises ModelError if there is none."""
+    path = Path(name)
+    if not path.is_dir():
+        raise ModelError(f"there is no folder {name!r}; make it first")
+    return path

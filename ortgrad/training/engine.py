@@ -1,0 +1,227 @@
+"""The sessions of a Trainer, on parameters and gradients that stay at one address."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper
+
+from ortgrad.errors import TrainingModelError
+from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
+from ortgrad.training import graphs
+from ortgrad.training.checkpoint import Checkpoint
+from ortgrad.training.data import Batch, Inputs
+from ortgrad.training.models import RESET, build_models, take_parameters
+from ortgrad.training.onnxblock.graph import find_value, with_inferred
+from ortgrad.training.sessions import BoundSession
+from ortgrad.training.state import TrainingState
+from ortgrad.training.weights import load_weights
+
+# Operators with a generator of random numbers, which onnxruntime begins with the attribute `seed`.
+_FLOAT_SEEDS = (
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+
+
+def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """Return a copy of the model in which these weights are initializers of the main graph.
+
+    They may be Constant nodes, or in subgraphs or functions; these are inlined.
+    """
+    if model.functions:
+        from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
+        from ortgrad.passes.attach import is_body
+        from ortgrad.passes.inline import inline
+
+        model = write(inline(read(model), lambda function: not is_body(function)), model)
+    made = copy_of(model)
+    main = {tensor.name for tensor in made.graph.initializer}
+    wanted = set(names) - main
+    # Inner graphs first: nodes that are kept are copied together with the graphs in them.
+    for graph in reversed(list(all_graphs(made.graph))) if wanted else ():
+        moved = _take(graph, wanted, main=graph is made.graph)
+        made.graph.initializer.extend(moved)
+    main = {tensor.name for tensor in made.graph.initializer}
+    missing = [name for name in names if name not in main]
+    if missing:
+        raise TrainingModelError(
+            f"the parameter {missing[0]!r} is no initializer and no constant of the model"
+        )
+    return made
+
+
+def _take(graph: onnx.GraphProto, names: Collection[str], *, main: bool) -> list[onnx.TensorProto]:
+    """Remove weights from a graph and return them."""
+    moved = [] if main else [_copy(t, t.name) for t in graph.initializer if t.name in names]
+    if moved:
+        rest = [tensor for tensor in graph.initializer if tensor.name not in names]
+        del graph.initializer[:]
+        graph.initializer.extend(rest)
+    kept = []
+    for node in graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value"), None)
+        if node.op_type == "Constant" and value is not None and node.output[0] in names:
+            moved.append(_copy(value, node.output[0]))
+        else:
+            kept.append(node)
+    taken = {tensor.name for tensor in moved}
+    for output in graph.output:
+        if output.name in taken:
+            # An output must be computed in its graph.
+            copy = f"{output.name}/copy"
+            kept.append(helper.make_node("Identity", [output.name], [copy], name=copy))
+            output.name = copy
+    if moved:
+        del graph.node[:]
+        graph.node.extend(kept)
+    return moved
+
+
+def _copy(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name = name
+    return copy
+
+
+def running_statistics(model: onnx.ModelProto) -> list[str]:
+    """Return the initializers that are running statistics of batch normalizations."""
+    known = {tensor.name for tensor in model.graph.initializer}
+    found = [
+        name
+        for node in model.graph.node
+        if node.op_type == "BatchNormalization"
+        for name in node.input[3:5]
+        if name in known
+    ]
+    return list(dict.fromkeys(found))
+
+
+class Engine:
+    """A model that is trained in memory: loss and gradients of a batch, and outputs in evaluation.
+
+    `trained` are the trained parameters in the order in which they lie in memory. `loss` is the loss, and
+    `outputs` are what evaluation returns besides.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        trained: Sequence[str],
+        loss: str,
+        outputs: Sequence[str],
+        *,
+        accumulates: bool,
+        threads: int,
+    ) -> None:
+        self.loss, self._accumulates, self._threads = loss, accumulates, threads
+        frozen = running_statistics(model)
+        weights = load_weights(model, {*trained, *frozen})
+        forward = with_inferred(weights.model)
+        _set_outputs(forward, [loss, *outputs])
+        values = take_parameters(forward, trained, frozen)
+        tensors = {tensor.name: tensor for tensor in (*values.trainable, *values.frozen)}
+        self.state = TrainingState(
+            Checkpoint(
+                {name: weights.array(tensors[name]) for name in trained},
+                {name: weights.array(tensors[name]) for name in frozen if name not in trained},
+            )
+        )
+        training, self._evaluation = build_models(forward, values, trained, loss)
+        self._graph = self._with_outputs(training)
+        self.is_random = any(
+            node.op_type in ("Dropout", *_FLOAT_SEEDS) for node in all_nodes(self._graph.model.graph.node)
+        )
+        self._reset = np.ones(1, np.bool_)
+        self._session: BoundSession | None = None
+        self._evaluating: BoundSession | None = None
+        kinds = {value.name: value.type.tensor_type.elem_type for value in self._graph.model.graph.input}
+        self.inputs = Inputs(
+            self._graph.user_inputs, {name: _numpy_type(kinds[name]) for name in self._graph.user_inputs}
+        )
+
+    def _with_outputs(self, training: onnx.ModelProto) -> graphs.TrainingGraph:
+        names = set(self.state.names)
+        kept = [v for v in training.graph.output if v.name == self.loss or "_grad.accumulation" in v.name]
+        del training.graph.output[:]
+        training.graph.output.extend(kept)
+        make = graphs.accumulating if self._accumulates else graphs.overwriting
+        return make(training, names)
+
+    def seed(self, *numbers: int) -> None:
+        """Begin the random numbers of Dropout and others anew, as these numbers determine them."""
+        if not self.is_random and self._session is not None:
+            return
+        for place, node in enumerate(all_nodes(self._graph.model.graph.node)):
+            if node.op_type in ("Dropout", *_FLOAT_SEEDS) and node.domain in ("", "ai.onnx"):
+                (value,) = np.random.SeedSequence([*numbers, place]).generate_state(1)
+                # Numbers up to 2^24 are exact in single precision.
+                exact = int(value) >> 8
+                rest = [attribute for attribute in node.attribute if attribute.name != "seed"]
+                del node.attribute[:]
+                seed = exact if node.op_type == "Dropout" else float(exact)
+                node.attribute.extend([*rest, helper.make_attribute("seed", seed)])
+        # Two sessions at a time would need twice the memory.
+        self._session = None
+        self._session = self._make_session()
+
+    def _options(self) -> onnxruntime.SessionOptions:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        return options
+
+    def _make_session(self) -> BoundSession:
+        state, graph = self.state, self._graph
+        gradients = state.allocate_gradients()
+        session = BoundSession(graph.model, Path(), self._options(), graph.user_inputs, [self.loss])
+        fed = {value.name for value in graph.model.graph.input}
+        inputs = {name: state.parameter(name) for name in state.names if name in fed}
+        inputs.update({buffer: gradients[name] for buffer, name in graph.buffers.items()})
+        if RESET in fed:
+            inputs[RESET] = self._reset
+        outputs = {name: state.parameter(parameter) for name, parameter in graph.statistics.items()}
+        outputs.update({graph.gradients[name]: gradients[name] for name in gradients.arrays})
+        session.bind(inputs, outputs)
+        return session
+
+    def gradients(self, batch: Batch, *, add: bool) -> float:
+        """Compute the gradients of a batch, or add them to those there are, and return the loss."""
+        if self._session is None:
+            self.seed(0)
+        assert self._session is not None
+        self._session.check(batch)
+        self._reset[0] = not add
+        (loss,) = self._session.run(batch)
+        return float(np.asarray(loss).reshape(()))
+
+    def evaluate(self, batch: Batch) -> list[np.ndarray]:
+        """Return the loss and the outputs of a batch in evaluation mode."""
+        if self._evaluating is None:
+            model = self._evaluation
+            outputs = [value.name for value in model.graph.output]
+            fed = {value.name for value in model.graph.input}
+            session = BoundSession(model, Path(), self._options(), self.inputs.names, outputs)
+            session.bind({name: self.state.parameter(name) for name in self.state.names if name in fed}, {})
+            self._evaluating = session
+        self._evaluating.check(batch)
+        return [np.asarray(value) for value in self._evaluating.run(batch)]
+
+
+def _set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
+    values = [onnx.ValueInfoProto.FromString(find_value(model, n).SerializeToString()) for n in names]
+    del model.graph.output[:]
+    model.graph.output.extend(values)
+
+
+def _numpy_type(kind: int) -> np.dtype | None:
+    known: Mapping[int, np.dtype] = {kind: helper.tensor_dtype_to_np_dtype(kind)} if kind else {}
+    return known.get(kind)

@@ -1,0 +1,111 @@
+"""export: the trained forward model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ortgrad.errors import ArgumentTypeError, TrainingFileError, TrainingModelError
+from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.graph.protos import all_graphs, copy_of
+from ortgrad.training import checkpoint
+from ortgrad.training.checkpoint.state import Checkpoint, as_bytes, element_type
+from ortgrad.training.inference import EXTERNAL_FROM, save_with_initializers
+from ortgrad.training.state import TrainingState
+
+
+def export(
+    model: ModelLike, state: Any, path: str | os.PathLike[str] | None = None
+) -> onnx.ModelProto | None:
+    """Return the model with the trained values of its parameters, or write it to a file.
+
+    `model` is the forward model that was trained: its inputs, outputs and nodes stay as they are. `state` is
+    a Trainer, a Result, a CheckpointState, a Checkpoint, the path of a checkpoint, or arrays by name. All of
+    its parameters must be in the model, with the same shapes and types.
+
+    With a path, weights that are too large for one file go to a second one, `<path>.data`, and nothing is
+    returned. A file keeps its old contents until the new ones are complete.
+
+    >>> import numpy as np, onnx
+    >>> from ortgrad.training import export
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[2] x) => (float[2] y) <float[2] w = {0, 0}> { y = Mul(x, w) }''')
+    >>> trained = export(model, {"w": np.float32([1, 2])})
+    >>> onnx.numpy_helper.to_array(trained.graph.initializer[0])
+    array([1., 2.], dtype=float32)
+    """
+    arrays = _arrays(state)
+    made = copy_of(load_model(model))
+    places = _places(made)
+    for name, array in arrays.items():
+        if name not in places:
+            raise TrainingModelError(f"the model has no parameter {name!r}; is it the one that was trained?")
+        tensor = places[name]
+        if list(tensor.dims) != list(array.shape) or tensor.data_type != element_type(array):
+            kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+            raise TrainingModelError(
+                f"parameter {name!r} is {array.dtype}{list(array.shape)}, in the model it is "
+                f"{kind}{list(tensor.dims)}"
+            )
+        _set(tensor, name, array)
+    if path is None:
+        return made
+    try:
+        _save(made, Path(path))
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror or error}"
+        raise TrainingFileError(error.errno or 0, reason) from error
+    return None
+
+
+def _arrays(state: Any) -> Mapping[str, np.ndarray]:
+    state = getattr(state, "state", state)
+    state = getattr(state, "_state", state)
+    if isinstance(state, (str, os.PathLike)):
+        state = checkpoint.load(state)
+    if isinstance(state, TrainingState):
+        state = state.checkpoint(optimizer=False)
+    if isinstance(state, Checkpoint):
+        if state.nominal:
+            raise TrainingModelError("the checkpoint is nominal: it has no values of the parameters")
+        return {**state.trainable, **state.frozen}
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(f"the state is a {type(state).__name__}; see the documentation of export")
+    return state
+
+
+def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """Return the tensors of all weights by name: initializers and Constant nodes, also in subgraphs."""
+    found: dict[str, onnx.TensorProto] = {}
+    # Those of the main graph come last: they count if a name occurs twice.
+    for graph in reversed(list(all_graphs(model.graph))):
+        for node in graph.node:
+            for attribute in node.attribute if node.op_type == "Constant" else ():
+                if attribute.name == "value":
+                    found[node.output[0]] = attribute.t
+        found.update({tensor.name: tensor for tensor in graph.initializer})
+    return found
+
+
+def _set(tensor: onnx.TensorProto, name: str, array: np.ndarray) -> None:
+    kind, dims, name = tensor.data_type, list(tensor.dims), tensor.name
+    tensor.Clear()
+    tensor.name, tensor.data_type = name, kind
+    tensor.dims.extend(dims)
+    tensor.raw_data = bytes(as_bytes(array))
+
+
+def _save(model: onnx.ModelProto, path: Path) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    if model.ByteSize() >= EXTERNAL_FROM:
+        large = {tensor.name for tensor in model.graph.initializer if len(tensor.raw_data) >= 1024}
+        arrays = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name in large}
+        rest = [tensor for tensor in model.graph.initializer if tensor.name not in large]
+        del model.graph.initializer[:]
+        model.graph.initializer.extend(rest)
+    save_with_initializers(model, arrays, path)

@@ -1,0 +1,315 @@
+"""add_loss: a model with a loss of its output and a target."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from ortgrad.errors import ArgumentTypeError, ModelError, NameNotFoundError, TrainingError, TrainingModelError
+from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.graph.protos import FLOATS, copy_of
+from ortgrad.training import onnxblock
+from ortgrad.training.onnxblock import graph as graphs
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Recorder
+
+LOSSES = ("cross-entropy", "mse", "l1", "huber", "bce")
+# What computes probabilities, where a loss takes scores.
+_PROBABILITIES = {"cross-entropy": "Softmax", "bce": "Sigmoid"}
+# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
+_OLDEST_OPSET = 13
+Loss = str | Callable[..., Any] | onnxblock.Block
+# The element type and the shape of an input.
+Declaration = tuple[Any, Sequence[int | str | None]]
+
+
+def add_loss(
+    model: ModelLike,
+    loss: Loss,
+    *,
+    output: str | None = None,
+    target: str | None = None,
+    name: str = "loss",
+    reduction: str = "mean",
+    weight: Any = None,
+    pos_weight: Any = None,
+    ignore_index: int | None = None,
+    axis: int | None = None,
+    delta: float = 1.0,
+    types: Mapping[str, Declaration] | None = None,
+) -> onnx.ModelProto:
+    """Return a copy of the model with a further output `name`: the loss of an output and a target.
+
+    | loss | what |
+    | --- | --- |
+    | "cross-entropy" | of scores and an input `labels` of int64. `weight` has a factor per class, labels equal to `ignore_index` do not count. `axis` is the dimension of the classes; by default it is found from the shapes: 1 in (N, C) and (N, C, ...), the last one in (N, S, V) |
+    | "mse", "l1", "huber" | of differences from an input `target`; `delta` is Huber's |
+    | "bce" | binary cross entropy of scores (logits) and an input `target`, with `weight` and `pos_weight` |
+    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs like the output, or of the element type and shape in `types` |
+    | a block of onnxblock | called with the names of output and, if given, target |
+
+    `output` is the first floating-point output unless it is named, and `target` the name of the target, which
+    becomes an input unless the model has it. `reduction` is "mean", "sum" or "none".
+
+    >>> import onnx
+    >>> from ortgrad.training import add_loss
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 3] x) => (float[N, 3] y) { y = Relu(x) }''')
+    >>> with_loss = add_loss(model, "cross-entropy")
+    >>> [value.name for value in with_loss.graph.input], [value.name for value in with_loss.graph.output]
+    (['x', 'labels'], ['y', 'loss'])
+    >>> def robust(op, output, target):
+    ...     return op.ReduceMean(op.Log(1.0 + (output - target) * (output - target)), keepdims=0)
+    >>> [value.name for value in add_loss(model, robust).graph.input]
+    ['x', 'target']
+    """  # noqa: E501 (a table)
+    proto = copy_of(load_model(model))
+    if _opset(proto) < _OLDEST_OPSET:
+        proto = _converted(proto)
+    if graphs.exists(proto, name):
+        raise TrainingModelError(f"the model has a value {name!r} already: give the loss another name")
+    source = output_of(proto, output)
+    if isinstance(loss, str) and loss in LOSSES:
+        _refuse_probabilities(proto, loss, source)
+        block = _block(loss, proto, source, target, reduction, weight, pos_weight, ignore_index, axis, delta)
+        return _with_block(proto, block, source, target or target_name(loss), name)
+    if isinstance(loss, onnxblock.Block):
+        return _with_block(proto, loss, source, target, name)
+    if callable(loss):
+        return _recorded(_converted(proto), loss, source, target, name, types or {})
+    raise TrainingError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block")
+
+
+def target_name(loss: str) -> str:
+    """Return the name of the input with the target."""
+    return "labels" if loss == "cross-entropy" else "target"
+
+
+class _Huber(onnxblock.loss._Elementwise):
+    """d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2), of d = value - target"""
+
+    def __init__(self, reduction: str, delta: float) -> None:
+        super().__init__(reduction)
+        if not delta > 0:
+            raise TrainingError(f"delta is {delta}; it must be positive")
+        self._delta = delta
+
+    def _losses(self, value: str, target: str) -> str:
+        kind = graphs.element_type(self.base, value)
+        blocks = onnxblock.blocks
+        size = blocks.Abs()(blocks.Sub()(value, target))
+        bound, half = (
+            onnxblock.loss._add_array(self.base, f"huber.{key}", number, kind)
+            for key, number in (("delta", self._delta), ("half", 0.5))
+        )
+        # With s = min(|d|, delta) both cases are s (|d| - s / 2).
+        small = onnxblock.loss._node(self.base, "Min", size, bound)
+        result: str = blocks.Mul()(small, blocks.Sub()(size, blocks.Mul()(half, small)))
+        return result
+
+
+def _block(
+    loss: str,
+    model: onnx.ModelProto,
+    source: str,
+    target: str | None,
+    reduction: str,
+    weight: Any,
+    pos_weight: Any,
+    ignore_index: int | None,
+    axis: int | None,
+    delta: float,
+) -> onnxblock.Block:
+    """Return the block of a loss that has a name."""
+    if weight is not None and loss not in ("cross-entropy", "bce"):
+        raise TrainingError(f"weight is for cross-entropy and bce, not for {loss}")
+    if ignore_index is not None and loss != "cross-entropy":
+        raise TrainingError(f"ignore_index is for cross-entropy, not for {loss}")
+    if pos_weight is not None and loss != "bce":
+        raise TrainingError(f"pos_weight is for bce, not for {loss}")
+    if loss == "cross-entropy":
+        if axis is None:
+            axis = class_axis(model, source, target or target_name(loss))
+        return onnxblock.loss.CrossEntropyLoss(weight, reduction, ignore_index, axis=axis)
+    if loss == "bce":
+        return onnxblock.loss.BCEWithLogitsLoss(weight, reduction, pos_weight)
+    if loss == "huber":
+        return _Huber(reduction, delta)
+    return onnxblock.loss.MSELoss(reduction) if loss == "mse" else onnxblock.loss.L1Loss(reduction)
+
+
+def output_of(model: onnx.ModelProto, output: str | None) -> str:
+    """Return the name of the value that a loss is of."""
+    if output is not None:
+        if not graphs.exists(model, output):
+            known = ", ".join(value.name for value in model.graph.output)
+            raise NameNotFoundError(f"output={output!r} is not a value of the model (its outputs: {known})")
+        return output
+    for value in model.graph.output:
+        if value.type.tensor_type.elem_type in FLOATS:
+            return value.name
+    raise TrainingModelError("the model has no floating-point output for a loss: name a value as output=")
+
+
+def _refuse_probabilities(model: onnx.ModelProto, loss: str, source: str) -> None:
+    """Raise an error if the loss would apply softmax or sigmoid a second time, which trains, but badly."""
+    for node in model.graph.node:
+        if source in node.output and node.op_type == _PROBABILITIES.get(loss):
+            raise TrainingModelError(
+                f"{loss} takes scores, but {source!r} is the result of a {node.op_type}: "
+                f"name its input, output={node.input[0]!r}"
+            )
+
+
+def class_axis(model: onnx.ModelProto, source: str, labels: str) -> int | None:
+    """Return the dimension of the classes, or None if existing labels tell it."""
+    found = graphs.find_value(model, source).type.tensor_type
+    if graphs.exists(model, labels) or not found.HasField("shape"):
+        return None
+    dims = found.shape.dim
+    if len(dims) <= 2:
+        return None
+    fixed = [i for i in (1, len(dims) - 1) if dims[i].HasField("dim_value")]
+    if len(fixed) == 1:
+        # The number of classes is known, that of tokens or pixels is not.
+        return fixed[0]
+    if len(dims) > 3:
+        return 1
+    shape = [dim.dim_value or dim.dim_param or "?" for dim in dims]
+    raise TrainingModelError(
+        f"the scores {source!r} have the shape {shape}: say which dimension is that of the classes, "
+        "axis=1 or axis=-1"
+    )
+
+
+def _with_block(
+    proto: onnx.ModelProto, block: onnxblock.Block, source: str, target: str | None, name: str
+) -> onnx.ModelProto:
+    if target is not None and graphs.exists(proto, target):
+        fed = {value.name for value in proto.graph.input}
+        if target not in fed:
+            raise TrainingModelError(f"the model computes {target!r}: give the target another name, target=")
+    outputs = [copy_value(value) for value in proto.graph.output]
+    with onnxblock.base(proto) as accessor:
+        try:
+            found = graphs.first(block(source) if target is None else block(source, target))
+            made = graphs.with_inferred(accessor.model)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise TrainingModelError(f"the loss does not fit the model: {error}") from error
+    return _finished(made, outputs, found, name)
+
+
+def _finished(
+    model: onnx.ModelProto, outputs: Sequence[onnx.ValueInfoProto], found: str, name: str
+) -> onnx.ModelProto:
+    """Name the loss, and make it the last output."""
+    graph = model.graph
+    kind = next((v.type for v in (*graph.value_info, *graph.output) if v.name == found), None)
+    read = {n for node in graph.node for n in node.input} | {value.name for value in outputs}
+    producer = next((node for node in graph.node if found in node.output), None)
+    if producer is not None and found not in read:
+        producer.output[list(producer.output).index(found)] = name
+    else:
+        graph.node.append(helper.make_node("Identity", [found], [name], name=name))
+    values = [value for value in graph.value_info if value.name != found]
+    del graph.output[:], graph.value_info[:]
+    graph.value_info.extend(values)
+    graph.output.extend([*outputs, onnx.ValueInfoProto(name=name, type=kind)])
+    return model
+
+
+def copy_value(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """Return a copy."""
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(value)
+    return copy
+
+
+def _recorded(
+    proto: onnx.ModelProto,
+    loss: Callable[..., Any],
+    source: str,
+    target: str | None,
+    name: str,
+    types: Mapping[str, Declaration],
+) -> onnx.ModelProto:
+    """Return the model with the nodes that a function of `op` records."""
+    import onnx_ir as ir  # slow to import
+
+    from ortgrad.graph.inference import infer_types
+    from ortgrad.graph.names import Names
+    from ortgrad.graph.recorder import Recorder
+    from ortgrad.graph.serialization import read, write
+    from ortgrad.graph.traversal import values_by_name
+
+    model = read(graphs.with_inferred(proto))
+    infer_types(model)
+    values = values_by_name(model.graph)
+    op: Recorder = Recorder(model.opset_imports[""], Names.of(model), name)
+    operands = []
+    for i, parameter in enumerate(_parameters_of(loss)):
+        if i == 1 and target is not None:
+            parameter = target
+        if parameter in values:
+            operands.append(values[parameter])
+        elif i == 0:
+            operands.append(values[source])
+        else:
+            operands.append(_new_input(ir, model, parameter, types.get(parameter), values[source]))
+    with op.arithmetic():
+        result = loss(op, *operands)
+    if not isinstance(result, ir.Value):
+        raise ArgumentTypeError(f"the loss function returned a {type(result).__name__}, not a value of op")
+    if result in model.graph.outputs:
+        result = op.copy(result)
+    model.graph.extend(op.nodes)
+    found = result.name or ""
+    outputs = [copy_value(value) for value in proto.graph.output]
+    model.graph.outputs.append(result)
+    return _finished(graphs.with_inferred(write(model, proto)), outputs, found, name)
+
+
+def _parameters_of(loss: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's positional parameters after `op`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = [
+        p.name
+        for p in inspect.signature(loss).parameters.values()
+        if p.kind in kinds and p.default is inspect.Parameter.empty
+    ]
+    if len(found) < 2:
+        raise ArgumentTypeError("a loss function takes op and at least one value: loss(op, output, target)")
+    return found[1:]
+
+
+def _new_input(ir: Any, model: ir.Model, name: str, declared: Declaration | None, like: ir.Value) -> ir.Value:
+    if declared is None:
+        value = ir.Value(name=name, type=like.type, shape=like.shape)
+    else:
+        kind = ir.DataType.from_numpy(np.dtype(declared[0]))
+        value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(list(declared[1])))
+    model.graph.inputs.append(value)
+    return value
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+
+
+def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in an opset in which gradients can be built."""
+    from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
+    from ortgrad.passes.opset import at_minimum_opset
+
+    try:
+        return write(at_minimum_opset(read(model)), model)
+    except ModelError as error:
+        raise TrainingModelError(str(error)) from error

@@ -1,0 +1,250 @@
+"""The optimizers of the short way, each as torch.optim has it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ortgrad.errors import TrainingError
+from ortgrad.training.optimizers import kernels
+from ortgrad.training.optimizers.passes import Pass
+
+
+@dataclass(frozen=True)
+class Step:
+    """What changes from step to step and from group to group."""
+
+    # The number of the step, from 1 on.
+    number: int
+    learning_rate: float
+    weight_decay: float
+    threads: int
+
+
+@dataclass(frozen=True)
+class Optimizer(ABC):
+    """An optimizer and its settings; the state is in arrays outside of it."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool) and not (math.isfinite(value) and value >= 0):
+                raise TrainingError(f"{field.name} is {value}; it must be a number that is not negative")
+
+    @property
+    @abstractmethod
+    def momentums(self) -> Sequence[str]:
+        """The names of the arrays of state that each parameter has."""
+
+    @property
+    def initial(self) -> float:
+        """The value of the state before the first step."""
+        return 0.0
+
+    @abstractmethod
+    def passes(self) -> Sequence[Pass]:
+        """Return the kernels that the optimizer uses."""
+
+    @abstractmethod
+    def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
+        """Update a block of parameters in place; `arrays` are these, their gradients and their state."""
+
+
+def _below_one(name: str, value: float) -> None:
+    if not value < 1:
+        raise TrainingError(f"{name} is {value}; it must be less than 1")
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as torch.optim.AdamW.
+
+    >>> from ortgrad.training import AdamW
+    >>> AdamW(learning_rate=3e-4)
+    AdamW(learning_rate=0.0003, beta1=0.9, beta2=0.999, epsilon=1e-08, weight_decay=0.01)
+    """
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _below_one("beta1", self.beta1)
+        _below_one("beta2", self.beta2)
+
+    @property
+    def momentums(self) -> Sequence[str]:
+        return ("momentum0", "momentum1")
+
+    def passes(self) -> Sequence[Pass]:
+        return (kernels.adamw,)
+
+    def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
+        kernels.adamw(
+            *arrays,
+            threads=step.threads,
+            beta1=self.beta1,
+            rest1=1 - self.beta1,
+            beta2=self.beta2,
+            rest2=1 - self.beta2,
+            epsilon=self.epsilon,
+            root=1 / math.sqrt(1 - self.beta2**step.number),
+            rate=step.learning_rate / (1 - self.beta1**step.number),
+            before=1 - step.learning_rate * step.weight_decay,
+            after=1.0,
+        )
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, as torch.optim.SGD.
+
+    >>> from ortgrad.training import SGD
+    >>> SGD(learning_rate=0.1, momentum=0.9, nesterov=True)
+    SGD(learning_rate=0.1, momentum=0.9, dampening=0.0, nesterov=True, weight_decay=0.0)
+    """
+
+    learning_rate: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise TrainingError("nesterov=True needs a momentum, and no dampening")
+
+    @property
+    def momentums(self) -> Sequence[str]:
+        return ("momentum0",) if self.momentum else ()
+
+    def passes(self) -> Sequence[Pass]:
+        return (kernels.momentum_sgd,) if self.momentum else (kernels.decayed_sgd,)
+
+    def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
+        rate, decay = step.learning_rate, step.weight_decay
+        if not self.momentum:
+            kernels.decayed_sgd(*arrays, threads=step.threads, rate=rate, decay=decay)
+            return
+        kernels.momentum_sgd(
+            *arrays,
+            threads=step.threads,
+            rate=rate,
+            decay=decay,
+            momentum=self.momentum,
+            # The first momentum is the gradient itself.
+            rest=1.0 if step.number == 1 else 1 - self.dampening,
+            direct=1.0 if self.nesterov else 0.0,
+            through=self.momentum if self.nesterov else 1.0,
+        )
+
+
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """RMSprop, as torch.optim.RMSprop.
+
+    >>> from ortgrad.training import RMSprop
+    >>> RMSprop(centered=True).momentums
+    ('momentum0', 'momentum1', 'momentum2')
+    """
+
+    learning_rate: float = 1e-2
+    alpha: float = 0.99
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _below_one("alpha", self.alpha)
+
+    @property
+    def momentums(self) -> Sequence[str]:
+        more = ("momentum1", "momentum2") if self._needs_more else ()
+        return ("momentum0", *more)
+
+    @property
+    def _needs_more(self) -> bool:
+        return self.centered or self.momentum > 0
+
+    def passes(self) -> Sequence[Pass]:
+        return (kernels.centered_rmsprop,) if self._needs_more else (kernels.rmsprop,)
+
+    def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
+        rate, decay, rest = step.learning_rate, step.weight_decay, 1 - self.alpha
+        if not self._needs_more:
+            kernels.rmsprop(
+                *arrays,
+                threads=step.threads,
+                rate=rate,
+                decay=decay,
+                alpha=self.alpha,
+                rest=rest,
+                epsilon=self.epsilon,
+            )
+            return
+        kernels.centered_rmsprop(
+            *arrays,
+            threads=step.threads,
+            rate=rate,
+            decay=decay,
+            alpha=self.alpha,
+            rest=rest,
+            epsilon=self.epsilon,
+            momentum=self.momentum,
+            centered=float(self.centered),
+        )
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Adagrad, as torch.optim.Adagrad.
+
+    >>> from ortgrad.training import Adagrad
+    >>> Adagrad(initial_accumulator_value=0.1).learning_rate
+    0.01
+    """
+
+    learning_rate: float = 1e-2
+    learning_rate_decay: float = 0.0
+    epsilon: float = 1e-10
+    initial_accumulator_value: float = 0.0
+    weight_decay: float = 0.0
+
+    @property
+    def momentums(self) -> Sequence[str]:
+        return ("momentum0",)
+
+    @property
+    def initial(self) -> float:
+        return self.initial_accumulator_value
+
+    def passes(self) -> Sequence[Pass]:
+        return (kernels.adagrad,)
+
+    def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
+        kernels.adagrad(
+            *arrays,
+            threads=step.threads,
+            rate=step.learning_rate / (1 + (step.number - 1) * self.learning_rate_decay),
+            decay=step.weight_decay,
+            epsilon=self.epsilon,
+        )
+
+
+AnyOptimizer = AdamW | SGD | RMSprop | Adagrad
+OPTIMIZERS: dict[str, type[AnyOptimizer]] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+    "rmsprop": RMSprop,
+    "adagrad": Adagrad,
+}

@@ -1,0 +1,536 @@
+"""Trainer and fit: train a forward model on arrays."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ortgrad.errors import ArgumentTypeError, KernelError, TrainingError, TrainingModelError
+from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.progress import Progress
+from ortgrad.threads import call_elsewhere
+from ortgrad.training import checkpoint as checkpoints
+from ortgrad.training.data import Batch, Source, samples, source_of
+from ortgrad.training.engine import Engine, with_weights_outside
+from ortgrad.training.exporting import export
+from ortgrad.training.losses import LOSSES, Loss, add_loss, class_axis, output_of, target_name
+from ortgrad.training.metrics import Measurement, Metric, check_metric
+from ortgrad.training.onnxblock.graph import exists
+from ortgrad.training.optimizers import kernels
+from ortgrad.training.optimizers.models import clip
+from ortgrad.training.optimizers.passes import thread_count, warm_up
+from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimizer, Step
+from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
+from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
+from ortgrad.training.schedules import Schedule, make_schedule
+from ortgrad.training.selection import Patterns, matching, parameters
+from ortgrad.training.state import TrainingState
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Parameters that lie side by side and have the same settings."""
+
+    dtype: np.dtype
+    part: slice
+    learning_rate: float
+    weight_decay: float
+
+
+class Trainer:
+    """Trains a forward model: loss, optimizer and state in one object.
+
+    `loss` is a loss as `add_loss` takes it, with its `output`, `target` and further options, or the name of a
+    scalar that the model computes. `optimizer` is "adamw", "sgd", "rmsprop" or "adagrad", or an object such
+    as `SGD(momentum=0.9)`. `learning_rate` replaces that of the optimizer.
+
+    `wrt` and `exclude` choose what is trained, see `parameters`. `groups` has other settings by pattern:
+    `{"*.bias": {"weight_decay": 0}, "head.*": {"learning_rate": 0.1}}`. Later ones override earlier ones.
+
+    The learning rate rises in the first `warmup` steps (a fraction of all if it is less than 1) and then
+    follows `schedule`: "constant", "linear" or "cosine", both to 0, or a function of the step and of the
+    number of steps that returns a factor. The mean of the gradients of `accumulate` batches makes one step.
+    Gradients are clipped to values of at most `clip_value`, then to a norm of at most `clip_norm`.
+
+    Running statistics of batch normalizations are updated, and Dropout is on. `seed` determines the order of
+    samples and the random numbers in the model. `threads` is that of sessions and optimizer (0: all).
+
+    >>> import numpy as np, onnx
+    >>> from ortgrad.training import SGD, Trainer
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {1, 2}> { y = MatMul(x, w) }''')
+    >>> x, target = np.float32([[1, 0], [0, 1], [1, 1]]), np.float32([[3], [1], [4]])
+    >>> trainer = Trainer(model, loss="mse", optimizer=SGD(learning_rate=0.3, momentum=0.5))
+    >>> result = trainer.fit((x, target), epochs=100, batch_size=3)
+    >>> trainer.state.parameter("w").round(3).tolist()
+    [[3.0], [1.0]]
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        *,
+        loss: Loss,
+        optimizer: str | AnyOptimizer = "adamw",
+        wrt: Patterns = None,
+        exclude: Patterns = None,
+        learning_rate: float | None = None,
+        groups: Mapping[str, Mapping[str, float]] | None = None,
+        schedule: str | Schedule = "constant",
+        warmup: float = 0,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        threads: int = 0,
+        output: str | None = None,
+        target: str | None = None,
+        **loss_options: Any,
+    ) -> None:
+        self.optimizer = _optimizer(optimizer, learning_rate)
+        self._schedule = make_schedule(schedule, warmup)
+        for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if value is not None and not value > 0:
+                raise TrainingError(f"{name} is {value}; it must be positive")
+        if accumulate < 1 or seed < 0:
+            raise TrainingError(f"accumulate is {accumulate} and seed {seed}; they are at least 1 and 0")
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._accumulate, self._seed = accumulate, seed
+        self._threads = thread_count(threads)
+        proto = load_model(model)
+        names = parameters(proto, wrt, exclude=exclude)
+        if not names:
+            raise TrainingModelError("the model has no parameters to train: name them in wrt")
+        settings = _settings(names, self.optimizer, groups or {})
+        # Parameters with the same settings lie side by side.
+        order = sorted(names, key=lambda name: list(dict.fromkeys(settings.values())).index(settings[name]))
+        base = with_weights_outside(proto, names)
+        # Functions are inlined, so that the weights in them can be set.
+        self._source: ModelLike = base if proto.functions else model
+        with_loss, name, self._output = _with_loss(base, loss, output, target, loss_options)
+        self._ignored, self._axis = loss_options.get("ignore_index"), loss_options.get("axis")
+        if loss == "cross-entropy" and self._axis is None:
+            self._axis = class_axis(base, self._output, target or target_name(loss))
+        self._engine = Engine(
+            with_loss, order, name, [self._output], accumulates=accumulate > 1, threads=threads
+        )
+        self._target = target or _target(loss, self._engine.inputs.names)
+        self._blocks = _blocks(self.state, settings)
+        self._group = self.state.group(GROUP, self.optimizer.momentums)
+        for arena in self._group.momentums.values() if self.optimizer.initial else ():
+            for array in arena.arrays.values():
+                array[...] = self.optimizer.initial
+        self._group.initial_rate = self.optimizer.learning_rate
+        self._warm_up()
+        self._engine.seed(seed, 0)
+        self._place = Place()
+
+    def _warm_up(self) -> None:
+        for dtype in self.state.trainable.flats:
+            if dtype not in (np.float32, np.float64):
+                raise TrainingModelError(f"parameters of the type {dtype} cannot be trained")
+            for each in (*self.optimizer.passes(), kernels.squares, kernels.scale, kernels.clamp):
+                warm_up(each, dtype)
+
+    @property
+    def state(self) -> TrainingState:
+        """Parameters and optimizer state, which a step changes in place."""
+        return self._engine.state
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were made."""
+        return self._group.step
+
+    @property
+    def input_names(self) -> list[str]:
+        """What a batch consists of: the inputs of the model, and the target."""
+        return list(self._engine.inputs.names)
+
+    # Steps
+
+    def step(self, *batches: Any, total: int | None = None) -> float:
+        """Make a step on a batch, or on several whose gradients are averaged; returns the mean loss.
+
+        A batch is a dict of arrays by name, or a tuple of arrays in the order of `input_names`. `total` is
+        the number of steps for the schedule.
+        """
+        if not batches or (len(batches) > 1 and self._accumulate == 1):
+            raise TrainingError("a step takes one batch, or up to `accumulate` of them")
+        losses = []
+        for i, batch in enumerate(batches):
+            arrays = self._engine.inputs.ordered(batch, "the batch")
+            losses.append(self._gradients(arrays, i > 0, "the batch"))
+        self._update(len(losses), self._factor(total if total is not None else 1 << 62))
+        return float(np.mean(losses))
+
+    def _factor(self, total: int) -> float:
+        return self._schedule(self.steps - self._place.start, total)
+
+    def _gradients(self, batch: Batch, add: bool, where: str) -> float:
+        try:
+            loss = self._engine.gradients(batch, add=add)
+        except TrainingError as error:
+            raise type(error)(f"{where}: {error}") from error
+        except KernelError as error:
+            # Such as a label out of range, which the kernel of the loss reports.
+            raise TrainingError(f"{where}: {error}") from error
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} in step {self.steps + 1} ({where}); the parameters are as they were "
+                "before this step"
+            )
+        return loss
+
+    def _update(self, count: int, factor: float, note: Callable[[], None] | None = None) -> None:
+        """Make a step with the gradients there are, the sum of those of `count` batches, and note it."""
+        # On a thread that handles no signals: done as a whole or not at all.
+        call_elsewhere(lambda: self._apply(count, factor, note))
+
+    def _apply(self, count: int, factor: float, note: Callable[[], None] | None) -> None:
+        state, threads = self.state, self._threads
+        gradients = state.allocate_gradients()
+        flats = list(gradients.flats.values())
+        if count > 1:
+            for flat in flats:
+                kernels.scale(flat, threads=threads, factor=1 / count)
+        if self._clip_value is not None:
+            for flat in flats:
+                kernels.clamp(flat, threads=threads, bound=self._clip_value)
+        if self._clip_norm is not None:
+            clip(flats, self._clip_norm, threads)
+        momentums = [self._group.momentums[name] for name in self.optimizer.momentums]
+        for block in self._blocks:
+            arrays = [a.flats[block.dtype][block.part] for a in (state.trainable, gradients, *momentums)]
+            step = Step(self.steps + 1, factor * block.learning_rate, block.weight_decay, threads)
+            self.optimizer.update(arrays, step)
+        self._group.step += 1
+        if note is not None:
+            note()
+
+    # Training
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        evaluate: Any = None,
+        metric: Metric | None = None,
+        patience: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        resume: bool = False,
+        progress: bool | None = False,
+        curve: str | os.PathLike[str] | None = None,
+    ) -> Result:
+        """Train for a number of epochs and return what came of it.
+
+        `data` is a tuple of arrays in the order of `input_names`, a dict of arrays by name, or an iterable of
+        batches, each such a tuple or dict. The last batch of arrays may be smaller.
+
+        After each epoch, the loss and the `metric` of held-out data `evaluate` are computed: "accuracy",
+        "mse", or a function of outputs and targets. The training stops if neither improves for `patience`
+        epochs: the metric "accuracy" must rise, others, functions too, must fall.
+
+        `checkpoint` is a file that is written after every epoch, and every `checkpoint_every` steps. With
+        `resume`, the training continues there if the file exists, and gives the same parameters, to the bit,
+        as one that was never interrupted and wrote its checkpoints after the same steps.
+
+        `progress` shows a bar on stderr: always, never, or with None if it is a terminal. `curve` is a PNG
+        file for the losses, which needs matplotlib.
+        """
+        if epochs < 0 or (checkpoint_every is not None and checkpoint_every < 1):
+            raise TrainingError(f"epochs is {epochs} and checkpoint_every {checkpoint_every}")
+        if (resume or checkpoint_every) and checkpoint is None:
+            raise TrainingError("resume and checkpoint_every need the file of a checkpoint")
+        name = None if metric is None else check_metric(metric)
+        if (metric is not None or patience is not None) and evaluate is None:
+            raise TrainingError("a metric and patience need held-out data: evaluate=")
+        if curve is not None:
+            import_figure()
+        inputs = self._engine.inputs
+        source = source_of(data, inputs, batch_size, self._seed if shuffle else None)
+        if evaluate is not None:
+            source_of(evaluate, inputs, batch_size, None, "the held-out data")
+        if resume and checkpoint is not None and Path(checkpoint).exists():
+            self.load(checkpoint)
+        else:
+            self._place = Place(start=self.steps)
+        run = _Run(self, source, epochs, checkpoint, checkpoint_every)
+        stopped = False
+        with Progress(progress) as bar:
+            while self._place.epoch < epochs and not stopped:
+                run.epoch(bar)
+                record = Epoch(self._place.loss / max(1, self._place.samples))
+                if evaluate is not None:
+                    record.eval_loss, record.metric = self.evaluate(evaluate, metric, batch_size=batch_size)
+                stopped = self._finish_epoch(record, metric, patience, run)
+        result = self._result(stopped, name)
+        if curve is not None:
+            draw_curve(result, curve)
+        return result
+
+    def _finish_epoch(self, record: Epoch, metric: Metric | None, patience: int | None, run: _Run) -> bool:
+        """Note what was measured, write the checkpoint, and return whether to stop."""
+        place = self._place
+        best, waited = place.best, place.waited
+        value = record.metric if record.metric is not None else record.eval_loss
+        if value is not None:
+            # What is compared is better if it is smaller.
+            value = -value if metric == "accuracy" else value
+            better = best is None or value < best
+            best, waited = (value, 0) if better else (best, waited + 1)
+        self._place = replace(
+            place,
+            epoch=place.epoch + 1,
+            batch=0,
+            loss=0.0,
+            samples=0,
+            best=best,
+            waited=waited,
+            history=[*place.history, record],
+        )
+        run.save()
+        return patience is not None and waited >= patience
+
+    def _result(self, stopped: bool, metric: str | None) -> Result:
+        place = self._place
+        return Result(
+            self, self.steps, place.seconds, stopped, metric, list(place.losses), list(place.history)
+        )
+
+    def evaluate(
+        self, data: Any, metric: Metric | None = None, *, batch_size: int = 32
+    ) -> tuple[float, float | None]:
+        """Return the mean loss of data in evaluation mode, and the metric if one is given."""
+        source = source_of(data, self._engine.inputs, batch_size, None, "the held-out data")
+        measured = None
+        if metric is not None:
+            check_metric(metric)
+            measured = Measurement(metric, self._axis, self._ignored)
+        total, count = 0.0, 0
+        for number, batch in enumerate(source.begin(0, 0)):
+            try:
+                loss, output = self._engine.evaluate(batch)
+            except TrainingError as error:
+                raise type(error)(f"batch {number} of the held-out data: {error}") from error
+            size = samples(batch)
+            total, count = total + float(loss.reshape(())) * size, count + size
+            if measured is not None:
+                measured.add(output, batch[self._engine.inputs.names.index(self._target)])
+        return total / max(1, count), None if measured is None else measured.value()
+
+    def export(self, path: str | os.PathLike[str] | None = None) -> onnx.ModelProto | None:
+        """Return the trained forward model, or write it to a file."""
+        return export(self._source, self.state, path)
+
+    # Checkpoints
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint, which replaces the file as a whole."""
+        contents = self.state.checkpoint()
+        place = {"version": VERSION, "optimizer": type(self.optimizer).__name__, "seed": self._seed}
+        contents.properties[PROPERTY] = json.dumps({**place, "place": asdict(self._place)})
+        checkpoints.save(contents, path)
+        # The random numbers of Dropout follow from the seed and the step of the last checkpoint.
+        self._engine.seed(self._seed, self.steps)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Continue from a checkpoint; if it does not fit, nothing is changed."""
+        found = checkpoints.load(path)
+        place = read_place(found, path, type(self.optimizer).__name__, self._seed)
+        copies = list(matched(self.state, found, path, self.optimizer.momentums))
+
+        def copy() -> None:
+            for target, source in copies:
+                target[...] = source
+            self._group.step, self._place = found.optimizer[GROUP].step, place
+
+        call_elsewhere(copy)
+        self._engine.seed(self._seed, self.steps)
+
+
+class _Run:
+    """One call of `fit`: the batches, and when checkpoints are written."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        source: Source,
+        epochs: int,
+        path: str | os.PathLike[str] | None,
+        every: int | None,
+    ) -> None:
+        self._trainer, self._source, self._path, self._every = trainer, source, path, every
+        per_epoch = None if source.count is None else math.ceil(source.count / trainer._accumulate)
+        # Without a known number of steps there is no end to which a schedule could go.
+        self._total = None if per_epoch is None else per_epoch * epochs
+        self._started, self._first, self._saved = time.monotonic(), trainer.steps, trainer.steps
+        self._before, self._samples = trainer._place.seconds, 0
+
+    def save(self) -> None:
+        """Write a checkpoint if one is wanted."""
+        if self._path is not None:
+            self._trainer.save(self._path)
+            self._saved = self._trainer.steps
+
+    def epoch(self, bar: Progress) -> None:
+        """Train until the end of the epoch."""
+        trainer = self._trainer
+        first = trainer._place.batch
+        losses: list[float] = []
+        sizes: list[int] = []
+        for number, (batch, is_last) in enumerate(
+            _with_last(self._source.begin(trainer._place.epoch, first)), first
+        ):
+            where = f"epoch {trainer._place.epoch + 1}, batch {number + 1}"
+            losses.append(trainer._gradients(batch, bool(losses), where))
+            sizes.append(samples(batch))
+            if len(losses) == trainer._accumulate or is_last:
+                self._step(number + 1, losses, sizes)
+                losses, sizes = [], []
+                self._show(bar)
+                # At the end of an epoch there is a checkpoint anyway.
+                if self._every and not is_last and trainer.steps - self._saved >= self._every:
+                    self.save()
+
+    def _step(self, done: int, losses: list[float], sizes: list[int]) -> None:
+        trainer, place = self._trainer, self._trainer._place
+        total = self._total if self._total is not None else 1 << 62
+
+        def note() -> None:
+            self._samples += sum(sizes)
+            place.batch = done
+            place.loss += sum(loss * size for loss, size in zip(losses, sizes, strict=True))
+            place.samples += sum(sizes)
+            place.seconds = self._before + time.monotonic() - self._started
+            place.losses.append(float(np.mean(losses)))
+
+        trainer._update(len(losses), trainer._factor(total), note)
+
+    def _show(self, bar: Progress) -> None:
+        trainer = self._trainer
+        speed = self._samples / max(1e-9, time.monotonic() - self._started)
+        place = trainer._place
+        text = f"epoch {place.epoch + 1}, loss {place.losses[-1]:.4g}, {speed:.0f} samples/s"
+        done = trainer.steps - self._first
+        bar(done, done + 1 if self._total is None else self._total - self._first + place.start, text)
+
+
+def fit(model: ModelLike, data: Any, *, loss: Loss, **options: Any) -> Result:
+    """Train a forward model on data and return what came of it; see `Trainer` and `Trainer.fit`.
+
+    >>> import numpy as np, onnx
+    >>> from ortgrad.training import fit
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {1, 2}> { y = MatMul(x, w) }''')
+    >>> x, target = np.float32([[1, 0], [0, 1], [1, 1]]), np.float32([[3], [1], [4]])
+    >>> result = fit(model, (x, target), loss="mse", learning_rate=0.1, epochs=100, batch_size=3)
+    >>> len(result.history), result.steps, result.loss < 0.1
+    (100, 100, True)
+    """
+    chosen = {name: options.pop(name) for name in _FIT if name in options}
+    return Trainer(model, loss=loss, **options).fit(data, **chosen)
+
+
+_FIT = (
+    "epochs",
+    "batch_size",
+    "shuffle",
+    "evaluate",
+    "metric",
+    "patience",
+    "checkpoint",
+    "checkpoint_every",
+    "resume",
+    "progress",
+    "curve",
+)
+
+
+def _with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Yield each batch, and whether it is the last."""
+    previous: Batch | None = None
+    for batch in batches:
+        if previous is not None:
+            yield previous, False
+        previous = batch
+    if previous is not None:
+        yield previous, True
+
+
+def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> AnyOptimizer:
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise TrainingError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}")
+        optimizer = OPTIMIZERS[optimizer]()
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__}, not a name or an optimizer")
+    return optimizer if learning_rate is None else replace(optimizer, learning_rate=learning_rate)
+
+
+def _settings(
+    names: Sequence[str], optimizer: AnyOptimizer, groups: Mapping[str, Mapping[str, float]]
+) -> dict[str, tuple[float, float]]:
+    """Return learning rate and weight decay of every parameter."""
+    for pattern, options in groups.items():
+        matching("groups", [pattern], names)
+        unknown = set(options) - {"learning_rate", "weight_decay"}
+        if unknown or not all(math.isfinite(value) and value >= 0 for value in options.values()):
+            raise TrainingError(
+                f"groups={{{pattern!r}: {dict(options)}}}: a group has a learning_rate and a weight_decay"
+            )
+    result = {}
+    for name in names:
+        chosen = {"learning_rate": optimizer.learning_rate, "weight_decay": optimizer.weight_decay}
+        for pattern, options in groups.items():
+            if name == pattern or fnmatchcase(name, pattern):
+                chosen.update(options)
+        result[name] = (chosen["learning_rate"], chosen["weight_decay"])
+    return result
+
+
+def _blocks(state: TrainingState, settings: Mapping[str, tuple[float, float]]) -> list[_Block]:
+    found: dict[tuple[np.dtype, tuple[float, float]], list[int]] = {}
+    for name, span in state.trainable.spans.items():
+        found.setdefault((span.dtype, settings[name]), []).extend([span.start, span.stop])
+    return [_Block(dtype, slice(min(ends), max(ends)), *setting) for (dtype, setting), ends in found.items()]
+
+
+def _with_loss(
+    model: onnx.ModelProto,
+    loss: Loss,
+    output: str | None,
+    target: str | None,
+    options: Mapping[str, Any],
+) -> tuple[onnx.ModelProto, str, str]:
+    """Return the model with its loss, the name of the loss, and the output that is evaluated."""
+    if isinstance(loss, str) and loss not in LOSSES and exists(model, loss):
+        outputs = [value.name for value in model.graph.output if value.name != loss]
+        return model, loss, output or (outputs[0] if outputs else loss)
+    name = "loss"
+    while exists(model, name):
+        name += "_"
+    return (
+        add_loss(model, loss, output=output, target=target, name=name, **options),
+        name,
+        output_of(model, output),
+    )
+
+
+def _target(loss: Loss, inputs: Sequence[str]) -> str:
+    usual = target_name(loss) if isinstance(loss, str) else "target"
+    return usual if usual in inputs else inputs[-1]
