@@ -40,6 +40,10 @@ CHOSEN: dict[str, Geometry] = {
     "windows that see padding only": ([1, 3, 6, 1], [5, 3, 2, 2], {"strides": [3, 3], "pads": [1, 3, 0, 0]}),
     "rows that see padding only": ([2, 3, 2, 9], [5, 3, 2, 2], {"strides": [4, 1], "pads": [5, 0, 3, 9]}),
     "rest behind the windows": ([1, 6, 10, 11], [8, 6, 3, 3], {"strides": [4, 3]}),
+    "much padding": ([3, 14, 4, 4], [20, 14, 3, 3], {"pads": [1, 1, 1, 1]}),
+    "much padding, strided": ([2, 13, 7, 8], [70, 13, 5, 3], {"pads": [2, 1, 2, 1], "strides": [2, 2]}),
+    "taps that see padding only": ([2, 7, 2, 1], [18, 7, 5, 5], {"pads": [2, 4, 4, 5], "dilations": [1, 2]}),
+    "much padding of a row": ([2, 40, 9], [17, 40, 7], {"pads": [3, 3]}),
     "groups": ([2, 12, 9, 9], [60, 4, 3, 3], {"group": 3, "pads": [1, 1, 1, 1]}),
     "3d": ([1, 5, 6, 7, 8], [18, 5, 3, 2, 3], {"pads": [1, 0, 1, 1, 1, 1], "strides": [2, 1, 1]}),
 }
@@ -100,6 +104,8 @@ def test_no_index_is_outside_of_its_tensor() -> None:
     names = [
         "windows that see padding only",
         "panels over several samples",
+        "much padding, strided",
+        "taps that see padding only",
         "pointwise, in place",
         "gaps between windows",
         "groups",
@@ -132,8 +138,9 @@ def test_results_do_not_depend_on_threads(case: str) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["dY", "X", "W"])
-def test_what_is_not_finite_goes_where_it_goes_in_numpy(name: str, value: float) -> None:
-    x, w, attributes = CHOSEN["groups"]
+@pytest.mark.parametrize("case", ["groups", "much padding"])
+def test_what_is_not_finite_goes_where_it_goes_in_numpy(case: str, name: str, value: float) -> None:
+    x, w, attributes = CHOSEN[case]
     feeds = make_feeds(x, w, attributes, np.float32)
     feeds[name][1, 2, 0, 0] = value
     results = [run_node(node_for(feeds, attributes), feeds, way) for way in ("compiled", "python")]

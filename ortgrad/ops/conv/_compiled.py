@@ -6,10 +6,12 @@ strides, dX is divided into parts, each of which has its own taps and is such a 
 are short, the columns are copied together first, as they would otherwise hold many zeros.
 
 dW is the product of X, in a box with its padding, and the transposed dY. A tile has a row for each of some
-pairs of channel and tap, and columns for filters, so that X is not copied for every tap.
+pairs of channel and tap, and columns for filters, so that X is not copied for every tap. Where much of what a
+window sees is padding, as in small pictures, products with it are left out: a tile then has a row for each of
+some channels, for one tap.
 
 The products of W with the zeros around dY must vanish, so the NumPy kernel takes over if W contains NaN or
-infinities.
+infinities. So it does if dY contains them and products with padding are left out.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ortgrad.ops.conv._compiled_dw import aligned, weights_task
 from ortgrad.ops.conv._compiled_dx import channels_task
 from ortgrad.ops.conv._geometry import (
     COLUMNS,
+    DW_SKIPS,
     DW_TASKS,
     DX_TASKS,
     DY_BOX,
@@ -40,6 +43,7 @@ from ortgrad.ops.conv._geometry import (
     OUTPUT,
     SAMPLES,
     SIZE,
+    TERMS,
     TRANSPOSITIONS,
     X_BOX,
     X_BOXES,
@@ -54,10 +58,12 @@ _COPY = 3
 # As many tasks as keep several threads busy, if each has enough products, and enough channels, or pairs of
 # channel and tap. With panels it has more channels, as each task copies the columns for itself.
 _TASKS, _PRODUCTS = 16, 1 << 20
-_FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 96, 24, 288
+_FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 128, 24, 288
 # Blocks of positions of a task. With strides, a part uses few of the weights that are loaded together, so
 # that it should use each for many positions.
 _BLOCKS, _BLOCKS_OF_PARTS = 2, 4
+# Products with padding are left out if so large a part remains.
+_MOST_PRODUCTS_LEFT = 0.97
 # Pairs fill tiles, and squares that are transposed at once.
 _PAIRS = 48
 
@@ -77,7 +83,10 @@ def plan(
     tasks = min(_TASKS, max(1, samples * math.prod(w) * positions // _PRODUCTS))
     division = _Division.of(win, samples, group, channels, tasks)
     dx_tasks, table = division.table()
-    pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps, tasks)
+    ranges = _ranges(win)
+    skips = _pays_to_skip(win, channels, ranges)
+    unit = taps if skips else 1
+    pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps, tasks, unit)
     dw_tasks = group * -(-filters // COLUMNS) * -(-channels * taps // pairs)
     dx_tasks, dw_tasks = dx_tasks if dx else 0, dw_tasks if dw else 0
     x_in_place = not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
@@ -90,7 +99,7 @@ def plan(
         *(*win.outputs, *win.sizes, *win.strides, *win.heads, *x_box, *box, *division.heads),
         *(samples, group, filters, channels, taps, x_in_place, dy_in_place, division.panels),
         *(dy_boxes, x_boxes, transpositions, dx_tasks, dw_tasks),
-        *(division.channels_of_task, division.blocks_of_task, pairs),
+        *(division.channels_of_task, division.blocks_of_task, pairs, skips, win.kernel[2]),
     )
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
@@ -105,6 +114,7 @@ def plan(
             "shifts": [_place(shift, box) for part in division.parts for shift in part.shifts],
             "parts": table,
             "offsets": [_place(reach, x_box) for reach in _reaches(win)],
+            "ranges": [number for tap in ranges for number in tap],
         },
         work=samples * math.prod(w) * positions // 8,
         scratch=[
@@ -251,11 +261,41 @@ class _Division:
         return tasks, table
 
 
-def _pairs_of_task(blocks: int, pairs: int, tasks: int) -> int:
-    """Return the number of pairs of channel and tap of a task, for so many blocks of filters."""
+def _pairs_of_task(blocks: int, pairs: int, tasks: int, taps: int) -> int:
+    """Return the number of pairs of channel and tap of a task, for so many blocks of filters.
+
+    It is a multiple of the number of taps of a tile.
+    """
     wanted = max(_FEW_PAIRS, -(-pairs * blocks // tasks))
+    if taps > 1:
+        unit = TILE_ROWS * taps
+        return min(max(1, _MOST_PAIRS // unit), -(-wanted // unit)) * unit
     unit = _PAIRS if wanted >= _PAIRS else TILE_ROWS
     return min(_MOST_PAIRS, -(-wanted // unit) * unit)
+
+
+def _ranges(win: Windows) -> list[Sizes]:
+    """The first and last rows and columns of the output for which a tap of the kernel sees no padding."""
+    ranges = []
+    for reach in _reaches(win):
+        tap: list[int] = []
+        for axis in (1, 2):
+            shift, stride = win.heads[axis] - reach[axis], win.strides[axis]
+            first = min(max(0, -(-shift // stride)), win.outputs[axis])
+            tap += [first, max(first, min(win.outputs[axis], (win.sizes[axis] - 1 + shift) // stride + 1))]
+        ranges.append(tuple(tap))
+    return ranges
+
+
+def _pays_to_skip(win: Windows, channels: int, ranges: list[Sizes]) -> bool:
+    """Return whether dW is faster if products with padding are left out."""
+    positions, taps = math.prod(win.outputs), math.prod(win.kernel)
+    if win.outputs[0] * win.kernel[0] > 1 or positions > 2 * TERMS or taps * TILE_ROWS > _MOST_PAIRS:
+        return False
+    products = sum((bottom - top) * (right - left) for top, bottom, left, right in ranges)
+    # Tiles of all taps are full; those of one tap have rows for no channel.
+    rows = -(-channels // TILE_ROWS) * TILE_ROWS
+    return products * rows < _MOST_PRODUCTS_LEFT * positions * taps * channels
 
 
 def prepare(
@@ -274,6 +314,7 @@ def prepare(
     shifts: np.ndarray,
     parts: np.ndarray,
     offsets: np.ndarray,
+    ranges: np.ndarray,
 ) -> bool:
     """Copy a channel of dY or X into its box, transpose dY of some filters, or check W of a filter."""
     if task < geometry[DY_BOXES]:
@@ -288,8 +329,7 @@ def prepare(
         return False
     task -= geometry[X_BOXES]
     if task < geometry[TRANSPOSITIONS]:
-        _transpose_filters(task, dy, aligned(turned), geometry)
-        return False
+        return _transpose_filters(task, dy, aligned(turned), geometry)
     task -= geometry[TRANSPOSITIONS]
     filters = geometry[FILTERS] * geometry[GROUPS]
     size = len(w) // filters
@@ -319,8 +359,11 @@ def _embed(
         clear(boxes, start + before + count, pitch - before - count)
 
 
-def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: np.ndarray) -> None:
-    """Transpose dY of up to 16 filters of a sample. Filters that do not exist have zeros."""
+def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: np.ndarray) -> bool:
+    """Transpose dY of up to 16 filters of a sample. Filters that do not exist have zeros.
+
+    Return whether there are NaN or infinities, if their products with padding would be left out.
+    """
     filters, positions = geometry[FILTERS], geometry[OUTPUT] * geometry[OUTPUT + 1] * geometry[OUTPUT + 2]
     slices = (filters + TILE - 1) // TILE
     sample, group, first = (
@@ -341,6 +384,10 @@ def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: 
     for k in range(p, positions):
         for i in range(TILE):
             turned[place + k * columns + i] = dy[source + i * positions + k] if i < count else 0.0
+    total, values = 0.0, dy[source : source + count * positions]
+    for k in range(count * positions if geometry[DW_SKIPS] != 0 else 0):
+        total += values[k] * 0.0
+    return total != 0.0
 
 
 def conv_grad_task(
@@ -359,13 +406,14 @@ def conv_grad_task(
     shifts: np.ndarray,
     parts: np.ndarray,
     offsets: np.ndarray,
+    ranges: np.ndarray,
 ) -> bool:
     """Compute dX of some channels and positions, dW of some filters, or dB of a filter."""
     if task < geometry[DX_TASKS]:
         return channels_task(task, dy, w, dx, dy_boxes, geometry, taps, shifts, parts)
     task -= geometry[DX_TASKS]
     if task < geometry[DW_TASKS]:
-        return weights_task(task, x, dw, x_boxes, turned, geometry, offsets)
+        return weights_task(task, x, dw, x_boxes, turned, geometry, offsets, ranges)
     task -= geometry[DW_TASKS]
     filters, positions = geometry[FILTERS] * geometry[GROUPS], len(dy) // geometry[SAMPLES]
     positions //= filters

@@ -17,9 +17,16 @@ from ortgrad.ops.conv._geometry import (
     CHANNELS,
     COLUMNS,
     DW_ROWS,
+    DW_SKIPS,
     FILTERS,
     GROUPS,
+    KERNEL_COLUMNS,
     OUTPUT,
+    RANGE_BOTTOM,
+    RANGE_FIELDS,
+    RANGE_LEFT,
+    RANGE_RIGHT,
+    RANGE_TOP,
     SAMPLES,
     STRIDE,
     TAPS,
@@ -42,6 +49,7 @@ def weights_task(
     turned: np.ndarray,
     geometry: np.ndarray,
     offsets: np.ndarray,
+    ranges: np.ndarray,
 ) -> bool:
     """Compute dW of some filters for some pairs of channel and tap."""
     channels, filters, taps = geometry[CHANNELS], geometry[FILTERS], geometry[TAPS]
@@ -57,19 +65,24 @@ def weights_task(
     length = positions if planes else width
     lines, piece = samples if planes else samples * geometry[OUTPUT] * height, min(length, 2 * TERMS)
     together = max(1, TERMS // length)
+    skips = geometry[DW_SKIPS] != 0
+    # There is a list of positions for each column of the kernel, if padding is skipped.
+    room = positions * geometry[KERNEL_COLUMNS] if skips else piece
     sums = allocate(count * columns)
-    integers = allocate_integers(2 * piece + 2 * together + TILE_ROWS)
+    integers = allocate_integers(2 * room + 2 * together + TILE_ROWS)
     if len(sums) == 0 or len(integers) == 0:
         release(sums)
         release(integers)
         return True
-    steps, places = integers[:piece], integers[piece : 2 * piece]
-    shifts = integers[2 * piece : 2 * piece + together]
-    bases = integers[2 * piece + together : 2 * piece + 2 * together]
-    starts = integers[2 * piece + 2 * together :]
+    steps, places = integers[:room], integers[room : 2 * room]
+    shifts = integers[2 * room : 2 * room + together]
+    bases = integers[2 * room + together : 2 * room + 2 * together]
+    starts = integers[2 * room + 2 * together :]
     rows, pitch = geometry[X_BOX + 1], geometry[X_BOX + 2]
     plane = geometry[X_BOX] * rows * pitch
-    for k in range(piece):
+    if skips:
+        _list_positions(columns, pitch, geometry, ranges, steps, places)
+    for k in range(0 if skips else piece):
         z, y = k // width // height * geometry[STRIDE], k // width % height * geometry[STRIDE + 1]
         steps[k] = (z * rows + y) * pitch + k % width * geometry[STRIDE + 2]
         places[k] = k * columns
@@ -94,7 +107,31 @@ def weights_task(
                 shifts[i] = channel * plane + (z * rows + y) * pitch + begin * geometry[STRIDE + 2]
                 bases[i] = base + (row * length + begin) * columns
             end = min(piece, length - begin)
-            for pair in range(0, count, TILE_ROWS):
+            # A tile has one tap of several channels, for only then its rows have the same padding.
+            for c in range(0, count // taps if skips else 0, TILE_ROWS):
+                tile = min(TILE_ROWS, count // taps - c)
+                for tap in range(taps):
+                    own = ranges[tap * RANGE_FIELDS : (tap + 1) * RANGE_FIELDS]
+                    head = tap % geometry[KERNEL_COLUMNS] * positions
+                    seen = own[RANGE_RIGHT] - own[RANGE_LEFT]
+                    least, last = head + own[RANGE_TOP] * seen, head + own[RANGE_BOTTOM] * seen
+                    for i in range(tile):
+                        starts[i] = (first // taps + c + i) * plane + offsets[tap]
+                    add_products(
+                        sums[(c * taps + tap) * columns :],
+                        taps * columns,
+                        values,
+                        starts,
+                        tile,
+                        shifts[:used],
+                        steps[least:last],
+                        right,
+                        bases[:used],
+                        places[least:last],
+                        columns,
+                        line == 0,
+                    )
+            for pair in range(0, 0 if skips else count, TILE_ROWS):
                 tile = min(TILE_ROWS, count - pair)
                 for i in range(tile):
                     at = first + pair + i
@@ -128,3 +165,22 @@ def weights_task(
     release(sums)
     release(integers)
     return False
+
+
+def _list_positions(
+    columns: int,
+    pitch: int,
+    geometry: np.ndarray,
+    ranges: np.ndarray,
+    steps: np.ndarray,
+    places: np.ndarray,
+) -> None:
+    """Write, for each column of the kernel, where positions that see no padding there are in X and dY."""
+    height, width = geometry[OUTPUT + 1], geometry[OUTPUT + 2]
+    for column in range(geometry[KERNEL_COLUMNS]):
+        at, own = column * height * width, ranges[column * RANGE_FIELDS : (column + 1) * RANGE_FIELDS]
+        for y in range(height):
+            for x in range(own[RANGE_LEFT], own[RANGE_RIGHT]):
+                steps[at] = y * geometry[STRIDE + 1] * pitch + x * geometry[STRIDE + 2]
+                places[at] = (y * width + x) * columns
+                at += 1

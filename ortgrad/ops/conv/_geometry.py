@@ -13,6 +13,8 @@ DY_BOXES, X_BOXES, TRANSPOSITIONS = 29, 30, 31  # numbers of tasks of the first 
 DX_TASKS, DW_TASKS = 32, 33
 DX_CHANNELS, DX_BLOCKS = 34, 35  # of a task: channels, and blocks of positions
 DW_ROWS = 36  # of a task
+DW_SKIPS = 37  # whether the products of dW with padding are left out
+KERNEL_COLUMNS = 38  # taps in a row of the kernel
 
 # Numbers of a part of dX in `parts`: its first task; for each dimension the first position, the number of
 # positions and the remainder of its place divided by the stride; its taps; the tasks in a line of positions.
@@ -26,6 +28,9 @@ PART_TASK, PART_FIRST, PART_COUNT, PART_PLACE, PART_TAP, PART_TAPS, PART_UNITS, 
     12,
     13,
 )
+
+# Numbers of a tap in `ranges`: the rows and the columns of the output whose windows see no padding there.
+RANGE_TOP, RANGE_BOTTOM, RANGE_LEFT, RANGE_RIGHT, RANGE_FIELDS = range(5)
 
 # Columns of a tile, at most. Tiles narrower than this have a multiple of 16 columns.
 COLUMNS = 64
