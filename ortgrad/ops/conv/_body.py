@@ -25,6 +25,8 @@ _FEW_CHANNELS = 16
 # A kernel with more taps than this is not written out tap by tap: the time in which onnxruntime loads a model
 # grows with the square of the number of nodes, and above 7x7 it runs slower, too.
 _MANY_TAPS = 49
+# With at most this many positions in a sample, products with W are faster for all samples together.
+_FEW_POSITIONS = 49
 _END = 1 << 62
 
 
@@ -39,7 +41,8 @@ def conv_grad_body(
     wanted: tuple[bool, bool, bool],
     **attributes: Any,
 ) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
-    """dX = ConvTranspose(dY, W); dW = X @ dY for each tap of the kernel, or Conv(X, dY); dB = sum of dY"""
+    """dX = ConvTranspose(dY, W) or the same as a product; dW = X @ dY for each tap of the kernel, or
+    Conv(X, dY); dB = sum of dY"""
     # Conv(X, dY) takes kernels of any size. Where it is differentiated once more, dY is the kernel, and its
     # size need not be known.
     needed = op.checked or needs_kernel(w, dy, attributes["auto_pad"])
@@ -144,6 +147,16 @@ class _Form:
     def axes(self) -> list[int]:
         return list(range(2, 2 + self.rank))
 
+    @property
+    def pointwise(self) -> bool:
+        """Whether there is one window for each position of X, and nothing else in it."""
+        padded = self.pads is None or any(map(any, self.pads))
+        return self.fixed and math.prod(self.kernel) == max(self.strides) == 1 and not padded
+
+    def start(self, tap: Sequence[int]) -> tuple[int, ...]:
+        """Where a tap of the kernel begins to read in the padded X."""
+        return tuple(k * d for k, d in zip(tap, self.dilations, strict=True))
+
     def positions(self, dy: ir.Value) -> int | None:
         """The number of windows, if it is known."""
         sizes = [_known(dy, axis) for axis in self.axes]
@@ -153,19 +166,20 @@ class _Form:
         """The padding before X."""
         return list(self.pads[0]) if self.pads else self._pads_at_run_time(op, x)[0]
 
-    def padded(self, op: Recorder, x: ir.Value) -> ir.Value:
-        """X with its padding."""
+    def padded(self, op: Recorder, x: ir.Value, first: int = 2) -> ir.Value:
+        """X with its padding; `first` is its first spatial axis."""
+        axes = list(range(first, first + self.rank))
         if self.pads is None:
-            pads = op.Concat(*self._pads_at_run_time(op, x), axis=0)
+            pads = op.Concat(*self._pads_at_run_time(op, x, first), axis=0)
         else:
             pads = [*self.pads[0], *self.pads[1]]
             if not any(pads):
                 return x
-        return op.Pad(x, pads, None, self.axes, rank=2 + self.rank)
+        return op.Pad(x, pads, None, axes, rank=2 + self.rank)
 
-    def _pads_at_run_time(self, op: Recorder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _pads_at_run_time(self, op: Recorder, x: ir.Value, first: int = 2) -> tuple[ir.Value, ir.Value]:
         """The padding for SAME_UPPER and SAME_LOWER, before and after."""
-        sizes, strides = op.shape_of(x, 2), list(self.strides)
+        sizes, strides = op.shape_of(x, first, first + self.rank), list(self.strides)
         outputs = (sizes + [s - 1 for s in strides]) / strides
         total = op.Max((outputs - 1) * strides + self.extents - sizes, 0)
         small = total / 2
@@ -202,6 +216,10 @@ def _reshaped(op: Recorder, value: ir.Value, *sizes: ir.Value | list[int]) -> ir
 def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
     if _is_double(dy):
         return _dx_of_columns(op, dy, x, w, form)
+    if form.pointwise and form.group == 1:
+        return op.Conv(dy, op.Transpose(w, perm=[1, 0, *form.axes]))
+    if _joins_positions(dy, w, form):
+        return _dx_of_product(op, dy, x, w, form)
     heads, tails = form.pads or ((0,) * form.rank,) * 2
     # What the windows leave over at the end, or the most they can if the size is not known.
     left = [
@@ -224,6 +242,33 @@ def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir
     if any(n is None and s > 1 for n, s in zip(form.sizes, form.strides, strict=True)):
         return op.Slice(dx, [0] * form.rank, op.shape_of(x, 2), form.axes)
     return dx
+
+
+def _joins_positions(dy: ir.Value, w: ir.Value, form: _Form) -> bool:
+    """Whether one product for all samples is faster than those that ConvTranspose computes."""
+    single = dy.dtype is not None and dy.dtype.name == "FLOAT"
+    if not single or form.rank != 2 or form.group > 1 or form.pads is None or not form.fixed:
+        return False
+    sizes = form.positions(dy), _known(w, 0), _known(w, 1)
+    return all(size is not None and size > 0 for size in sizes) and (sizes[0] or 0) <= _FEW_POSITIONS
+
+
+def _dx_of_product(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """dY @ W, added up where windows overlap."""
+    positions, channels = form.positions(dy), _known(w, 1)
+    assert positions is not None and channels is not None and form.pads is not None
+    rows = op.Flatten(op.Transpose(dy, perm=[0, *form.axes, 1]), axis=1 + form.rank)
+    products = op.Gemm(rows, op.Flatten(w, axis=1))
+    products = _shaped(op, products, _size(op, dy, 0), positions, channels * math.prod(form.kernel))
+    sizes = [n for n in form.sizes if n is not None]
+    return op.Col2Im(
+        op.Transpose(products, perm=[0, 2, 1]),
+        sizes if len(sizes) == form.rank else op.shape_of(x, 2),
+        list(form.kernel),
+        pads=[*form.pads[0], *form.pads[1]],
+        strides=list(form.strides),
+        dilations=list(form.dilations),
+    )
 
 
 def _dx_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
@@ -331,18 +376,20 @@ def _dw_of_samples(
     """(M, C, taps) as the sum over the samples of products for each group."""
     samples, positions, group = _size(op, dy, 0), form.positions(dy), form.group
     size = op.ReduceProd(op.shape_of(dy, 2), keepdims=1) if positions is None else positions
-    parts = _taps(op, dy, form.padded(op, x), form)
     share = filters // group if isinstance(filters, int) else filters / group
-    dy = _shaped(op, dy, samples, group, share, size)
-    if len(parts) > 1 and group == 1 and isinstance(channels, int) and channels < _FEW_CHANNELS:
-        columns = _shaped(op, _joined(op, parts, 1), samples, len(parts) * channels, size)
-        across = op.Transpose(op.Squeeze(dy, [1]), perm=[0, 2, 1])
-        dw = op.ReduceSum(op.MatMul(columns, across), [0], keepdims=0)
-        return op.Transpose(_shaped(op, dw, len(parts), channels, filters), perm=[2, 1, 0])
+    across = _shaped(op, dy, samples, group, share, size)
+    taps = math.prod(form.kernel)
+    if taps > 1 and group == 1 and isinstance(channels, int) and channels < _FEW_CHANNELS:
+        columns = _joined_taps(op, form.padded(op, x), form, first=2, axis=1)
+        columns = _shaped(op, columns, samples, taps * channels, size)
+        turned = op.Transpose(op.Squeeze(across, [1]), perm=[0, 2, 1])
+        dw = op.ReduceSum(op.MatMul(columns, turned), [0], keepdims=0)
+        return op.Transpose(_shaped(op, dw, taps, channels, filters), perm=[2, 1, 0])
+    parts = _taps(op, dy, form.padded(op, x), form)
     parts = [_shaped(op, part, samples, group, channels, size) for part in parts]
-    products = [op.MatMul(dy, op.Transpose(part, perm=[0, 1, 3, 2])) for part in parts]
+    products = [op.MatMul(across, op.Transpose(part, perm=[0, 1, 3, 2])) for part in parts]
     dw = op.ReduceSum(_joined(op, products, 1), [0], keepdims=0)
-    return _taps_last(op, dw, filters, channels, len(parts))
+    return _taps_last(op, dw, filters, channels, taps)
 
 
 def _dw_of_rows(
@@ -350,13 +397,23 @@ def _dw_of_rows(
 ) -> ir.Value:
     """(M, C, taps), with one product for all samples."""
     # Gemm and not MatMul, which leaves its output as it was if there are no samples.
-    rows, x = op.Flatten(_samples_second(op, dy, form), axis=1), _samples_second(op, x, form)
-    parts = _taps(op, dy, form.padded(op, x), form)
-    if len(parts) > 1 and isinstance(channels, int) and _joins_taps(dy, filters, channels, form):
-        columns = op.Reshape(_joined(op, parts, 1), [channels * len(parts), -1])
-        return op.Gemm(rows, columns, transB=1)
-    products = [op.Gemm(rows, op.Flatten(part, axis=1), transB=1) for part in parts]
-    return _taps_last(op, _joined(op, products, 0), filters, channels, len(parts))
+    rows = op.Flatten(_samples_second(op, dy, form), axis=1)
+    taps = math.prod(form.kernel)
+    if taps == 1:
+        (part,) = _taps(op, dy, form.padded(op, _samples_second(op, x, form)), form)
+        return op.Gemm(rows, op.Flatten(part, axis=1), transB=1)
+    joins = isinstance(channels, int) and _joins_taps(dy, filters, channels, form)
+    if joins and isinstance(channels, int) and channels < _FEW_CHANNELS:
+        columns = _joined_taps(op, form.padded(op, _samples_second(op, x, form)), form, first=2, axis=1)
+        return op.Gemm(rows, op.Reshape(columns, [channels * taps, -1]), transB=1)
+    # With the channels last, slices consist of long pieces.
+    last = 1 + form.rank
+    x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
+    if joins:
+        dw = op.Gemm(rows, op.Flatten(_joined_taps(op, x, form, first=1, axis=last), axis=last))
+        return op.Transpose(_shaped(op, dw, filters, taps, channels), perm=[0, 2, 1])
+    products = [op.Gemm(rows, op.Flatten(part, axis=last)) for part in _slices(op, x, form, first=1)]
+    return _taps_last(op, _joined(op, products, 0), filters, channels, taps)
 
 
 def _joins_taps(dy: ir.Value, filters: Size, channels: int, form: _Form) -> bool:
@@ -451,15 +508,11 @@ def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value
     """For each tap of the kernel, what it reads of the padded X."""
     if math.prod(form.kernel) == max(form.strides) == 1:
         return [x]
-    starts = [
-        tuple(k * d for k, d in zip(tap, form.dilations, strict=True)) for tap in np.ndindex(form.kernel)
-    ]
+    starts = [form.start(tap) for tap in np.ndindex(form.kernel)]
     phases = [tuple(a % s for a, s in zip(start, form.strides, strict=True)) for start in starts]
-    steps = list(form.strides) if max(form.strides) > 1 else None
-    if steps is None or len(set(phases)) == len(phases):
-        # Counted from the end, the slices need not know the sizes.
-        ends = [[a - e + 1 or _END for a, e in zip(start, form.extents, strict=True)] for start in starts]
-        return [op.Slice(x, list(a), b, form.axes, steps) for a, b in zip(starts, ends, strict=True)]
+    if max(form.strides) == 1 or len(set(phases)) == len(phases):
+        return _slices(op, x, form, first=2)
+    steps = list(form.strides)
     parts = []
     for start, phase in zip(starts, phases, strict=True):
         # Slices with steps are slow; this one is recorded once for all the taps that share a phase.
@@ -468,3 +521,29 @@ def _taps(op: Recorder, dy: ir.Value, x: ir.Value, form: _Form) -> list[ir.Value
         ends = op.shape_of(dy, 2) + first
         parts.append(op.Slice(every, first, ends, form.axes))
     return parts
+
+
+def _slices(op: Recorder, x: ir.Value, form: _Form, *, first: int) -> list[ir.Value]:
+    """The same by one slice of X for each tap; `first` is the first spatial axis of X."""
+    axes = list(range(first, first + form.rank))
+    steps = list(form.strides) if max(form.strides) > 1 else None
+    parts = []
+    for tap in np.ndindex(form.kernel):
+        start = form.start(tap)
+        # Counted from the end, the slices need not know the sizes.
+        ends = [a - e + 1 or _END for a, e in zip(start, form.extents, strict=True)]
+        parts.append(op.Slice(x, list(start), ends, axes, steps))
+    return parts
+
+
+def _joined_taps(op: Recorder, x: ir.Value, form: _Form, *, first: int, axis: int) -> ir.Value:
+    """What all taps read of the padded X, one after the other along an axis."""
+    for i in reversed(range(form.rank)):
+        kernel, extent, step = form.kernel[i], form.extents[i], form.strides[i]
+        if kernel == step == 1:
+            continue
+        starts = [k * form.dilations[i] for k in range(kernel)]
+        steps = [step] if step > 1 else None
+        parts = [op.Slice(x, [a], [a - extent + 1 or _END], [first + i], steps) for a in starts]
+        x = _joined(op, parts, axis)
+    return x
