@@ -819,7 +819,7 @@ def test_labels_out_of_range(label: int, folder: Path) -> None:
     for earlier in range(3):
         for seed in range(earlier):
             module(*batch(seed))
-        with pytest.raises(RuntimeError, match="(label|index).* is out of range") as caught:
+        with pytest.raises(RuntimeError, match=r"(label|index).* is out of range") as caught:
             module(x, wrong)
         assert isinstance(caught.value, ortgrad.OrtgradError)
         with pytest.raises(TrainingError, match="last training step failed"):
