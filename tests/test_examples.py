@@ -57,6 +57,14 @@ def test_train_gru() -> None:
     assert result.history[-1].loss < 0.2 * result.history[0].loss
 
 
+def test_lora_transformer(tmp_path: Path) -> None:
+    before, after, share = load("lora_transformer").main(tmp_path / "adapters.safetensors")
+    assert before < 0.6
+    assert after > 0.9
+    assert share < 0.2
+    assert (tmp_path / "adapters.safetensors").exists()
+
+
 def test_continue_artifacts() -> None:
     error, first, last = load("continue_artifacts").main()
     assert error < 1e-5

@@ -39,7 +39,7 @@ def export(
     >>> onnx.numpy_helper.to_array(trained.graph.initializer[0])
     array([1., 2.], dtype=float32)
     """
-    arrays = _arrays(state)
+    arrays = arrays_of(state)
     made = copy_of(load_model(model))
     places = _places(made)
     for name, array in arrays.items():
@@ -63,7 +63,8 @@ def export(
     return None
 
 
-def _arrays(state: Any) -> Mapping[str, np.ndarray]:
+def arrays_of(state: Any) -> dict[str, np.ndarray]:
+    """Return the parameters of a state by name: of anything that `export` takes."""
     state = getattr(state, "state", state)
     state = getattr(state, "_state", state)
     if isinstance(state, (str, os.PathLike)):
@@ -75,8 +76,9 @@ def _arrays(state: Any) -> Mapping[str, np.ndarray]:
             raise TrainingModelError("the checkpoint is nominal: it has no values of the parameters")
         return {**state.trainable, **state.frozen}
     if not isinstance(state, Mapping):
-        raise ArgumentTypeError(f"the state is a {type(state).__name__}; see the documentation of export")
-    return state
+        raise ArgumentTypeError(f"a {type(state).__name__} is neither a model nor the state of a training")
+    # An OrtValue or a tensor of another library has a method of this name.
+    return {name: np.asarray(v.numpy() if hasattr(v, "numpy") else v) for name, v in state.items()}
 
 
 def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:

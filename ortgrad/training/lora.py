@@ -25,11 +25,12 @@ from onnx import helper, numpy_helper
 from ortgrad.errors import ArgumentTypeError, CheckpointError, ModelError, NameNotFoundError, TrainingError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.protos import all_graphs, copy_of, declared_values
-from ortgrad.training.checkpoint import Checkpoint, load_tensors, save_tensors
+from ortgrad.training.checkpoint import load_tensors, save_tensors
+from ortgrad.training.exporting import arrays_of
 from ortgrad.training.lora_merging import merge
 from ortgrad.training.lora_nodes import Adapted, Adapter, adapter_for, adapter_nodes, find_adapted
 from ortgrad.training.lora_sites import SEPARATE_INITIALIZERS, Site, constants, defined, find_sites, readers
-from ortgrad.training.state import TrainingState, describe
+from ortgrad.training.state import describe
 from ortgrad.training.weights import LARGE, set_value, size_of
 
 __all__ = ["add_lora", "load_lora", "lora_parameters", "merge_lora", "save_lora"]
@@ -118,8 +119,8 @@ def save_lora(model_or_state: Any, path: str | os.PathLike[str], *, model: Model
             raise ArgumentTypeError("model is for a state; the first argument is a model already")
         source, arrays = model_or_state, {}
     else:
-        state = _arrays(model_or_state)
-        arrays = {name: _as_array(state[name]) for pair in _pairs(state).values() for name in pair}
+        state = arrays_of(model_or_state)
+        arrays = {name: state[name] for pair in _pairs(state).values() for name in pair}
         if not arrays:
             raise TrainingError("the state has no adapters: no pair of <weight>.lora_A and <weight>.lora_B")
     metadata: dict[str, str] = {}
@@ -515,26 +516,6 @@ def _recorded(text: str | None, where: str) -> dict[str, tuple[int, float]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, TrainingError) as error:
         raise CheckpointError(f"{_METADATA} in {where} is damaged: {error}") from error
     return {weight: (rank, float(alpha)) for weight, (rank, alpha) in found.items()}
-
-
-def _arrays(state: Any) -> Mapping[str, Any]:
-    """Return the parameters of a state by name."""
-    state = getattr(state, "state", state)
-    state = getattr(state, "_state", state)
-    if isinstance(state, TrainingState):
-        state = state.checkpoint(optimizer=False)
-    if isinstance(state, Checkpoint):
-        if state.nominal:
-            raise TrainingError("the checkpoint is nominal: it has no values of the parameters")
-        return {**state.trainable, **state.frozen}
-    if not isinstance(state, Mapping):
-        raise ArgumentTypeError(f"a {type(state).__name__} is neither a model nor the state of a training")
-    return state
-
-
-def _as_array(value: Any) -> np.ndarray:
-    """Return an array, OrtValue or tensor as an array."""
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], adapters: Mapping[str, Adapter], where: str) -> None:
