@@ -50,7 +50,8 @@ class BoundSession:
         if any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
         try:
-            self._session = InferenceSession(model, options)
+            with _without_memory_pattern(options):
+                self._session = InferenceSession(model, options)
         except ModelError as error:
             raise TrainingModelError(str(error)) from error
         self._labels = _labels(model.graph)
@@ -153,6 +154,21 @@ class BoundSession:
             if name in self._arrays:
                 self._arrays[name][...] = result
         return list(results[len(self._arrays) :])
+
+
+@contextmanager
+def _without_memory_pattern(options: onnxruntime.SessionOptions) -> Iterator[None]:
+    """Turn off the planning of one block for all activations while a session is made.
+
+    onnxruntime allocates the block in the second run and keeps the memory of the first, so that the
+    activations take twice their size.
+    """
+    chosen = options.enable_mem_pattern
+    options.enable_mem_pattern = False
+    try:
+        yield
+    finally:
+        options.enable_mem_pattern = chosen
 
 
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLossInternal")

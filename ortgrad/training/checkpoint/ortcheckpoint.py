@@ -169,8 +169,9 @@ def _tensor(
     raw = table.data(_RAW)
     if raw is None or len(raw) != size:
         raise damaged(f"tensor {name!r} has {0 if raw is None else len(raw)} bytes instead of {size}")
-    values = np.frombuffer(raw, np.uint8).copy().view(dtype.newbyteorder("<"))
-    return values.astype(dtype, copy=False).reshape(shape)
+    # A view of the file's contents, so that a large checkpoint is in memory once.
+    values = np.frombuffer(raw, np.uint8).view(dtype.newbyteorder("<"))
+    return values.astype(dtype, copy=not values.flags.aligned).reshape(shape)
 
 
 def _read_properties(table: flatbuffer_reader.Table, into: dict[str, Property]) -> None:
