@@ -23,21 +23,25 @@ from ortgrad.passes.inline import inline
 from ortgrad.passes.max_pools import use_max_pool
 from ortgrad.passes.moments import use_moments
 from ortgrad.passes.open_losses import open_losses
+from ortgrad.passes.pointwise import use_pointwise
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
-# Replace nodes in sessions that run compiled kernels. Models that are saved keep their nodes.
+# Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
+# after it. Models that are saved keep their nodes.
+BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise,)
 FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_max_pool, use_moments, fuse)
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = inline(read(_with_empty_tensors(source)), _holds_gradients)
-    model = run(model, *OPENING, lambda model: expand(model, _chooser(kernels)), detach)
+    compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
+    model = run(model, *OPENING, *(BEFORE_BODIES if compiled else ()))
+    model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
         model = attach(model)
     else:
-        compiled = kernels in ("auto", "compiled") and machine_code.is_installed()
         model = open_losses(model, compiled=compiled)
         if compiled:
             model = run(model, *FOR_COMPILED)

@@ -1,0 +1,188 @@
+"""The gradient of pointwise convolutions, for sessions that run compiled kernels.
+
+A convolution whose kernel has one tap, without strides and pads, is a product of matrices for each sample.
+Where sessions run compiled kernels, onnxruntime's Gemm computes those of its gradient on the tensors as they
+are. In standard operators W would be transposed, and with more than one sample X and dY as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double, transpose
+from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, operator
+from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
+from ortgrad.ops._windows import windows
+from ortgrad.ops.conv import _body, _numpy
+from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
+
+
+@operator(
+    "PointwiseConvGrad",
+    domain=INTERNAL_DOMAIN,
+    inputs=["dY", "X", "W"],
+    outputs=["dX?", "dW?", "dB?"],
+    shapes=conv_grad.shapes,
+    dims=conv_grad.dims,
+    attributes=ATTRIBUTES,
+)
+def pointwise_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray | None, ...]:
+    """ConvGrad for a kernel with one tap, without strides, pads and groups"""
+    return _numpy.conv_grad(*arrays, **attributes)
+
+
+pointwise_conv_grad.onnx(_body.conv_grad_body)
+
+
+def is_pointwise(w: Sequence[int | None], attributes: dict[str, Any]) -> bool:
+    """Return whether a convolution with these weights and attributes is known to be pointwise."""
+    ones = all(size == 1 for size in w[2:]) and all(step == 1 for step in attributes.get("strides") or ())
+    return len(w) > 2 and ones and attributes.get("group", 1) == 1 and not any(attributes.get("pads") or ())
+
+
+def plan(
+    dy: Sequence[int],
+    x: Sequence[int],
+    w: Sequence[int],
+    dx: Sequence[int] | None,
+    dw: Sequence[int] | None,
+    db: Sequence[int] | None,
+    *,
+    kernel_shape: list[int] | None,
+    group: int,
+    **attributes: Any,
+) -> Plan | None:
+    """Return the plan; None for tensors without elements, and for other convolutions."""
+    samples, filters, channels, positions = dy[0], w[0], w[1], math.prod(x[2:])
+    pointwise = is_pointwise(w, {"group": group, **attributes})
+    if not pointwise or windows(x[2:], w[2:], **attributes).outputs != tuple(dy[2:]):
+        return None
+    if not samples * filters * channels * positions:
+        return None
+    before, after = [], []
+    # Gemm would transpose W again for every sample.
+    turned = dx is not None and samples > 1
+    for n in range(samples if dx is not None else 0):
+        into = Matrix("dx", channels, positions, n * channels * positions)
+        grads = Matrix("dy", filters, positions, n * filters * positions)
+        if turned:
+            after.append(Product(into, Matrix("turned", channels, filters), grads))
+        else:
+            before.append(Product(into, Matrix("w", filters, channels), grads, "left"))
+    # With several samples, either their products are added up or X and dY have their samples beside the
+    # positions first, whichever writes fewer elements.
+    joined = summed = False
+    if dw is not None and samples > 1:
+        joined = positions * (filters + channels) <= filters * channels
+        summed = not joined
+    if summed:
+        for n in range(samples):
+            into = Matrix("products", filters, channels, n * filters * channels)
+            grads = Matrix("dy", filters, positions, n * filters * positions)
+            values = Matrix("x", channels, positions, n * channels * positions)
+            before.append(Product(into, grads, values, "right"))
+    elif dw is not None:
+        names = ("joined_dy", "joined_x") if joined else ("dy", "x")
+        into, columns = Matrix("dw", filters, channels), samples * positions
+        factors = (Matrix(names[0], filters, columns), Matrix(names[1], channels, columns))
+        after.append(Product(into, *factors, "right"))
+    turns = -(-channels // TILE) if turned else 0
+    copies = filters + channels if joined else 0
+    sums = groups_of(filters * channels) if summed else 0
+    sizes = [math.prod(shape) if shape is not None else 0 for shape in (dy, x, w, dx, dw, db)]
+    work = sizes[2] * turned, (sizes[0] + sizes[1]) * joined, samples * sizes[4] * summed
+    return Plan(
+        tasks=turns + copies + sums + (filters if db is not None else 0),
+        views=[(size,) for size in sizes],
+        numbers={
+            "samples": samples,
+            "filters": filters,
+            "positions": positions,
+            "turns": turns,
+            "copies": copies,
+            "sums": sums,
+        },
+        work=max(1, sum(work) + sizes[0] * (db is not None)),
+        scratch=[
+            (sizes[2] * turned,),
+            (sizes[0] * joined,),
+            (sizes[1] * joined,),
+            (samples, filters * channels) if summed else (0, 0),
+        ],
+        before=before,
+        after=after,
+    )
+
+
+def pointwise_task(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    dw: np.ndarray,
+    db: np.ndarray,
+    turned: np.ndarray,
+    joined_dy: np.ndarray,
+    joined_x: np.ndarray,
+    products: np.ndarray,
+    samples: int,
+    filters: int,
+    positions: int,
+    turns: int,
+    copies: int,
+    sums: int,
+) -> None:
+    """Transpose W of some channels, join the samples of a channel, add up dW of them, or dB of a filter."""
+    if task < turns:
+        _turn(turned, w, task * TILE, filters)
+        return
+    task -= turns
+    if task < copies:
+        if task < filters:
+            _join(joined_dy, dy, task, filters, samples, positions)
+        else:
+            _join(joined_x, x, task - filters, copies - filters, samples, positions)
+    elif task < copies + sums:
+        add_blocks(products, (task - copies) * SUMS, dw)
+    else:
+        channel = task - copies - sums
+        total = double(0.0)
+        for n in range(samples):
+            place = (n * filters + channel) * positions
+            for first in range(0, positions, CHUNK):
+                values = dy[place + first : place + min(first + CHUNK, positions)]
+                part = 0.0
+                for k in range(len(values)):
+                    part += values[k]
+                total += part
+        db[channel] = total
+
+
+def _turn(turned: np.ndarray, w: np.ndarray, first: int, filters: int) -> None:
+    """Copy up to TILE columns of W from `first` on into rows."""
+    channels = len(w) // filters
+    count, done = min(TILE, channels - first), 0
+    while count == TILE and done + TILE <= filters:
+        transpose(turned, first * filters + done, filters, w, done * channels + first, channels)
+        done += TILE
+    for i in range(count):
+        for m in range(done, filters):
+            turned[(first + i) * filters + m] = w[m * channels + first + i]
+
+
+def _join(
+    into: np.ndarray, source: np.ndarray, channel: int, channels: int, samples: int, positions: int
+) -> None:
+    """Copy a channel of all samples into a row."""
+    for n in range(samples):
+        start = (n * channels + channel) * positions
+        copy_elements(into, (channel * samples + n) * positions, source, start, positions)
+
+
+pointwise_conv_grad.compiled(views=[1] * 6, scratch=[1, 1, 1, 2], plan=plan, products=True)(pointwise_task)
