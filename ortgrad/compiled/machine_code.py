@@ -65,13 +65,13 @@ def block(kernel: CompiledKernel, dtypes: Sequence[str]) -> int:
 
     Raises RegistrationError if Numba cannot compile the kernel.
     """
-    source = _source(kernel, tuple(dtypes))
-    return _address(f"{kernel.function.__name__} {source}", lambda: _compile_block(source))
+    return _block(kernel, tuple(dtypes))
 
 
 @functools.lru_cache(maxsize=1024)
-def _source(kernel: CompiledKernel, dtypes: tuple[str, ...]) -> Source:
-    return source_of(kernel, dtypes)
+def _block(kernel: CompiledKernel, dtypes: tuple[str, ...]) -> int:
+    source = source_of(kernel, dtypes)
+    return _address(f"{kernel.function.__name__} {source}", lambda: _compile_block(source))
 
 
 def _address(text: str, compile_code: Callable[[], bytes]) -> int:
