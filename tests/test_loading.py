@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,6 +13,8 @@ from onnx import helper, parser
 from onnxruntime import GraphOptimizationLevel
 
 import ortgrad
+from ortgrad.graph.loading import load_model
+from ortgrad.operators.declaration import CALL_ATTRIBUTE
 
 OPSET_17 = '<ir_version: 8, opset_import: ["" : 17]>'
 # Each is fused by onnxruntime to an operator of com.microsoft, which none of them imports.
@@ -203,3 +206,37 @@ def test_constants_of_old_models_stay_constants() -> None:
     built = ortgrad.build_gradient_model(old_model(), wrt="x")
     assert [value.name for value in built.graph.input] == ["x", "y_grad"]
     assert {tensor.name for tensor in built.graph.initializer} == {"w", "b"}
+
+
+def test_sessions_do_without_the_bodies_of_gradient_nodes(tmp_path: Path) -> None:
+    text = "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) y = Tanh(a) }"
+    built = ortgrad.build_gradient_model(parser.parse_model(f"{OPSET_17} {text}"), wrt=["x"])
+    path = tmp_path / "model.onnx"
+    onnx.save(built, path)
+    names = [function.name for function in built.functions]
+    assert set(names) == {"ReluGrad", "TanhGrad"}
+    feeds = {"x": np.float32([[-1, 0, 1], [2, 3, 4]]), "y_grad": np.ones((2, 3), np.float32)}
+    x = feeds["x"]
+    for source in (built, built.SerializeToString(), path):
+        assert not load_model(source, bodies=False).functions
+        assert len(load_model(source).functions) == 2
+        actual = ortgrad.InferenceSession(source).run(["x_grad"], feeds)[0]
+        np.testing.assert_allclose(actual, np.where(x > 0, 1 - np.tanh(x) ** 2, 0), atol=1e-6)
+    assert [function.name for function in built.functions] == names
+
+
+def test_a_function_that_another_node_calls_stays() -> None:
+    built = ortgrad.build_gradient_model(
+        parser.parse_model(f"{OPSET_17} g (float[3] x) => (float[3] y) {{ y = Relu(x) }}"), wrt=["x"]
+    )
+    node = next(node for node in built.graph.node if node.op_type == "ReluGrad")
+    node.attribute.remove(next(a for a in node.attribute if a.name == CALL_ATTRIBUTE))
+    (function,) = built.functions
+    # It has another meaning now.
+    del function.node[:]
+    function.node.add(op_type="Add", input=[function.input[0]] * 2, output=[function.output[0]])
+    assert len(load_model(built.SerializeToString(), bodies=False).functions) == 1
+    feeds = {"x": np.float32([-1, 0, 1]), "y_grad": np.float32([1, 2, 3])}
+    for source in (built, built.SerializeToString()):
+        actual = ortgrad.InferenceSession(source).run(["x_grad"], feeds)[0]
+        np.testing.assert_array_equal(actual, [2, 4, 6])

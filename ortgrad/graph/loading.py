@@ -18,11 +18,13 @@ from onnx import numpy_helper
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
 from ortgrad.graph.validation import check_fields, check_graphs
-from ortgrad.operators.declaration import DOMAIN
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 
 # Versions assumed for domains that a model does not import; onnxruntime assumes the newest that it has.
 ASSUMED_VERSIONS = {"": 23, "ai.onnx.ml": onnx.defs.onnx_ml_opset_version()}
 
+# In bytes: larger models are not copied to leave something out.
+_LARGEST_COPY = 1 << 28
 LARGEST_MESSAGE = (1 << 31) - 1  # protobuf's limit, in bytes
 # The exceptions that onnx's checker, shape inference and version converter raise for an invalid model.
 ONNX_ERRORS: tuple[type[Exception], ...] = (
@@ -37,15 +39,19 @@ ONNX_ERRORS: tuple[type[Exception], ...] = (
 ModelLike: TypeAlias = "onnx.ModelProto | bytes | str | os.PathLike[str]"
 
 
-def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelProto:
+def load_model(model: ModelLike, *, external_data: bool = True, bodies: bool = True) -> onnx.ModelProto:
     """Return the model as a validated ModelProto that imports the domains of its nodes.
 
-    A ModelProto that imports them already is returned itself, not a copy.
+    A ModelProto that imports them already is returned itself, not a copy. Without `bodies`, those of gradient
+    nodes are left out where this is cheap: most nodes of a model with gradients are in them.
     """
     if isinstance(model, onnx.ModelProto):
-        return _complete(_checked(model, "the ModelProto"))
+        model = _checked(model, "the ModelProto")
+        if not bodies and _unneeded(model) and model.ByteSize() <= _LARGEST_COPY:
+            model = _without_bodies(copy_of(model))
+        return _complete(model)
     if isinstance(model, bytes):
-        return _complete(_checked(_parse(model, "the bytes"), "the bytes"))
+        return _complete(_checked(_parse(model, "the bytes", bodies), "the bytes"))
     if not isinstance(model, (str, os.PathLike)):
         raise ModelError(f"a model is an onnx.ModelProto, bytes or a path, not {type(model).__name__}")
     path = Path(model)
@@ -53,7 +59,7 @@ def load_model(model: ModelLike, *, external_data: bool = True) -> onnx.ModelPro
         data = path.read_bytes()
     except OSError as error:
         raise ModelError(f"cannot read the model {str(path)!r}: {error.strerror}") from error
-    proto = _checked(_parse(data, f"the file {str(path)!r}"), f"the file {str(path)!r}")
+    proto = _checked(_parse(data, f"the file {str(path)!r}", bodies), f"the file {str(path)!r}")
     if external_data:
         try:
             onnx.load_external_data_for_model(proto, str(path.parent))
@@ -172,11 +178,38 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     return numpy_helper.from_array(dense, name)
 
 
-def _parse(data: bytes, where: str) -> onnx.ModelProto:
+def _parse(data: bytes, where: str, bodies: bool) -> onnx.ModelProto:
     try:
-        return onnx.ModelProto.FromString(data)
+        model = onnx.ModelProto.FromString(data)
     except (DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"there is no ONNX model in {where}: it cannot be parsed") from error
+    return model if bodies else _without_bodies(model)
+
+
+def _without_bodies(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Remove functions that are nothing but bodies of complete gradient nodes, in place."""
+    bodies = _unneeded(model)
+    if bodies:
+        kept = [f for f in model.functions if (f.domain, f.name, f.overload) not in bodies]
+        del model.functions[:]
+        model.functions.extend(kept)
+    return model
+
+
+def _unneeded(model: onnx.ModelProto) -> set[tuple[str, str, str]]:
+    """Return the names of functions that only complete gradient nodes call."""
+    bodies = {
+        (f.domain, f.name, f.overload)
+        for f in model.functions
+        if f.overload and find_operator(f.name, f.domain) is not None
+    }
+    if bodies:
+        others = [f.node for f in model.functions if (f.domain, f.name, f.overload) not in bodies]
+        for node in (node for nodes in (model.graph.node, *others) for node in all_nodes(nodes)):
+            key = (node.domain, node.op_type, node.overload)
+            if key in bodies and not any(a.name == CALL_ATTRIBUTE for a in node.attribute):
+                bodies.remove(key)
+    return bodies
 
 
 def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
