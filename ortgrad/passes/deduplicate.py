@@ -21,7 +21,7 @@ def deduplicate(model: ir.Model) -> ir.Model:
             node.op_identifier(),
             tuple(map(id, node.inputs)),
             len(node.outputs),
-            tuple(sorted((a.name, _content(a)) for a in node.attributes.values())),
+            tuple(sorted((a.name, content(a)) for a in node.attributes.values())),
         )
         first = seen.setdefault(key, node)
         if first is node or any(value.is_graph_output() for value in node.outputs):
@@ -31,7 +31,8 @@ def deduplicate(model: ir.Model) -> ir.Model:
     return model
 
 
-def _content(attribute: ir.Attr) -> str:
+def content(attribute: ir.Attr) -> str:
+    """Return what is equal for equal attributes without graphs."""
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.as_tensor()
         return f"{tensor.dtype}{tensor.shape}{tensor.tobytes()!r}"

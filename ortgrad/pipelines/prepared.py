@@ -24,6 +24,7 @@ from ortgrad.passes.max_pools import use_max_pool
 from ortgrad.passes.moments import use_moments
 from ortgrad.passes.open_losses import open_losses
 from ortgrad.passes.pointwise import use_pointwise
+from ortgrad.passes.share_branches import share_branches
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
@@ -36,7 +37,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = inline(read(_with_empty_tensors(source)), _holds_gradients)
     compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
-    model = run(model, *OPENING, *(BEFORE_BODIES if compiled else ()))
+    model = run(model, *OPENING, *(() if bodies else (share_branches,)), *(BEFORE_BODIES if compiled else ()))
     model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
