@@ -39,6 +39,7 @@ from ortgrad.passes.proven_shapes import (
 from ortgrad.passes.required_ranks import transposed_ranks
 from ortgrad.passes.resolve_sequences import resolve_sequences
 from ortgrad.passes.separate_targets import separate_targets
+from ortgrad.passes.slices import drop_whole_slices
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
 from ortgrad.pipelines.forward_run import ask_onnxruntime, see_ranks
@@ -103,6 +104,7 @@ def _plan(
     model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
     model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    model = drop_whole_slices(model, {*(wrt or ()), *(of or ())})
     graph = model.graph
     for value in graph.inputs:
         seen = None if feeds is None else feeds.get(value.name or "")

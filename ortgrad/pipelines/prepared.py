@@ -25,8 +25,11 @@ from ortgrad.passes.moments import use_moments
 from ortgrad.passes.open_losses import open_losses
 from ortgrad.passes.pointwise import use_pointwise
 from ortgrad.passes.share_branches import share_branches
+from ortgrad.passes.slices import join_slices
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
+# Simplify models for sessions.
+FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices)
 # Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
 # after it. Models that are saved keep their nodes.
 BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise,)
@@ -37,7 +40,8 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = inline(read(_with_empty_tensors(source)), _holds_gradients)
     compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
-    model = run(model, *OPENING, *(() if bodies else (share_branches,)), *(BEFORE_BODIES if compiled else ()))
+    sessions = () if bodies else FOR_SESSIONS
+    model = run(model, *OPENING, *sessions, *(BEFORE_BODIES if compiled else ()))
     model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
