@@ -16,6 +16,7 @@ from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
+from ortgrad.passes.biases import join_biases
 from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
 from ortgrad.passes.fuse import fuse
@@ -29,7 +30,7 @@ from ortgrad.passes.slices import join_slices
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Simplify models for sessions.
-FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices)
+FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases)
 # Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
 # after it. Models that are saved keep their nodes.
 BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise,)
