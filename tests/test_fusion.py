@@ -27,6 +27,7 @@ from ortgrad.fusion.expressions import COMPILED, TABLE
 from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.graph.serialization import read, write
 from ortgrad.operators.compiled import CompiledKernel
+from ortgrad.passes import fuse as fuse_pass
 from ortgrad.passes.fuse import fuse
 from ortgrad.pipelines.prepare import prepare_loaded
 
@@ -100,6 +101,12 @@ def assert_same(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], fa
         tolerance = factor * TOLERANCE[e.dtype.name]
         scale = float(np.abs(e[np.isfinite(e)]).max(initial=0.0))
         np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * min(scale, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse what is too small to be worth it."""
+    monkeypatch.setattr(fuse_pass, "_LEAST_SAVED", 0)
 
 
 @pytest.fixture
@@ -541,6 +548,27 @@ def test_without_numba_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None
         parse("g (float[N] x) => (float[N] y) { a = Exp(x)  b = Mul(a, x)  y = Sigmoid(b) }"), wrt=["x"]
     )
     assert not steps(prepare_loaded(built, "auto", bodies=False))
+
+
+@pytest.mark.parametrize(
+    "shape, count, worthwhile",
+    [
+        ("4, 5", 1, False),
+        ("4, 5", 20, True),
+        ("1000, 1000", 2, True),
+        ("N, 5", 1, False),
+        ("N, C, H, W", 2, True),
+    ],
+)
+def test_small_programs_are_not_compiled(
+    shape: str, count: int, worthwhile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    # Chains with something between them that is not element-wise.
+    nodes = [f"t{i} = CumSum(x{i}, axis) a{i} = Exp(t{i}) x{i + 1} = Neg(a{i})" for i in range(count)]
+    text = f"g (float[{shape}] x0) => (float[{shape}] x{count}) <int64 axis = {{0}}> {{ {' '.join(nodes)} }}"
+    model = parse(text)
+    assert len(programs(fused(model))) == (count if worthwhile else 0)
 
 
 def test_equal_programs_have_one_kernel() -> None:

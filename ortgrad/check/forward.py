@@ -16,7 +16,7 @@ from ortgrad.check.drift import drift_between
 from ortgrad.check.sessions import CannotRunError, Run, on_onnxruntime, values_of
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays
-from ortgrad.graph.protos import copy_of
+from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, copy_of
 
 
 class Handle(NamedTuple):
@@ -127,6 +127,7 @@ def _with_targets_as_inputs(
 ) -> tuple[onnx.ModelProto, dict[str, Handle]]:
     """Return the model with an input for every target, and the handles of the targets."""
     model = copy_of(proto)
+    model.ir_version = max(model.ir_version, FIRST_WITH_CONSTANTS)
     graph = model.graph
     inputs = {value.name for value in graph.input}
     initializers = {tensor.name: tensor for tensor in graph.initializer}

@@ -8,7 +8,7 @@ from ortgrad.cli.train import existing_folder
 from ortgrad.graph.loading import load_model
 from ortgrad.training import parameters
 from ortgrad.training.artifacts import LossType, OptimType, generate_artifacts
-from ortgrad.training.engine import running_statistics
+from ortgrad.training.statistics import running_statistics
 
 LOSSES = {
     "cross-entropy": LossType.CrossEntropyLoss,

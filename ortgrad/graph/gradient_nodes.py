@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import release_captured
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, find_operator
 
@@ -53,4 +54,5 @@ def _drop_unread(node: ir.Node, needed: set[ir.Value]) -> bool:
         return False
     for i in range(len(node.inputs)):
         node.replace_input_with(i, None)
+    release_captured(node)
     return True

@@ -10,6 +10,8 @@ from onnx import TensorProto
 FLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
 INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
 FLOATS = (FLOAT, DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+# Before this IR version every initializer is also a graph input, but onnxruntime accepts no feed for it.
+FIRST_WITH_CONSTANTS = 4
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

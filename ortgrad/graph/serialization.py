@@ -10,13 +10,11 @@ import onnx_ir as ir
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, with_dense_initializers
 from ortgrad.graph.portable import restore_gradient_nodes
-from ortgrad.graph.protos import all_graphs, copy_of, declared_values
+from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
 from ortgrad.operators.declaration import DOMAIN
 
 # The first version with function overloads; the oldest supported onnxruntime reads it.
 IR_VERSION = 10
-# Before this version every initializer is also a graph input, but onnxruntime accepts no feed for it.
-FIRST_WITH_CONSTANTS = 4
 
 
 def read(source: onnx.ModelProto) -> ir.Model:

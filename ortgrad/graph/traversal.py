@@ -47,6 +47,17 @@ def captured_values(graph: ir.Graph) -> list[ir.Value]:
     return list(found)
 
 
+def release_captured(node: ir.Node) -> None:
+    """Let the subgraphs of a node that is no longer needed use nothing.
+
+    Otherwise the outer values that they capture would count their nodes as users, in onnx-ir even after the
+    node was removed.
+    """
+    for inner in (inner for graph in subgraphs(node) for inner in graph.all_nodes()):
+        for i in range(len(inner.inputs)):
+            inner.replace_input_with(i, None)
+
+
 def values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
     """Return the named values of a graph, without those in its subgraphs."""
     values = [*graph.inputs, *graph.initializers.values()]

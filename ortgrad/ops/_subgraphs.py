@@ -25,7 +25,7 @@ from ortgrad.autodiff.backward import BackwardPass, active_values
 from ortgrad.autodiff.rules import ForwardNode, Gradients
 from ortgrad.errors import unknown_rank
 from ortgrad.graph.recorder import RANDOM, Recorder
-from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies, subgraphs
+from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies, release_captured
 
 
 def if_gradient(node: ForwardNode) -> Gradients:
@@ -197,10 +197,7 @@ class _Body:
         kept = {*self.graph.outputs, *keep}
         for made in reversed(self.graph):
             if not any(value in kept or value.uses() for value in made.outputs):
-                # What only its subgraphs read is not needed any more.
-                for inner in (inner for graph in subgraphs(made) for inner in graph.all_nodes()):
-                    for i in range(len(inner.inputs)):
-                        inner.replace_input_with(i, None)
+                release_captured(made)
                 self.graph.remove(made, safe=True)
 
     def provide(self, front: Recorder, values: Mapping[ir.Value, ir.Value]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import release_captured
 
 
 def fold_ifs(model: ir.Model) -> ir.Model:
@@ -56,4 +57,5 @@ def _put_in_place(node: ir.Node, branch: ir.Graph, graph: ir.Graph, names: Names
             new = copy.outputs[0]
         values.append(new)
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, values)
+    release_captured(node)  # what the other branch reads
     return nodes

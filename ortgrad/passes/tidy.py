@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from ortgrad.errors import ModelError
+from ortgrad.graph.traversal import release_captured, subgraphs
 
 
 def sort(model: ir.Model) -> ir.Model:
@@ -19,7 +20,15 @@ def sort(model: ir.Model) -> ir.Model:
 
 def remove_unused(model: ir.Model) -> ir.Model:
     """Remove nodes and opset imports that no output depends on."""
-    RemoveUnusedNodesPass()(model)
+    waiting = True
+    while waiting:
+        before = [node for node in model.graph.all_nodes() if subgraphs(node)]
+        RemoveUnusedNodesPass()(model)
+        removed = [node for node in before if node.graph is None]
+        for node in removed:
+            release_captured(node)
+        # What only their subgraphs read is not needed any more either.
+        waiting = bool(removed)
     for node in model.graph.all_nodes():
         # The pass removes trailing absent inputs, but Loop must have two inputs.
         if node.op_type == "Loop" and len(node.inputs) < 2:

@@ -15,6 +15,7 @@ import onnx
 from ortgrad.errors import ArgumentTypeError, ModelError, NoParametersError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike
 from ortgrad.training import onnxblock
+from ortgrad.training.statistics import separate_statistics, warn_of_merged
 from ortgrad.training.weights import Weights, load_weights, save_model
 
 # Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
@@ -104,8 +105,11 @@ def generate_artifacts(
         weights = load_weights(model, {*trained, *frozen})
     except ModelError as error:
         raise TrainingModelError(str(error)) from error
+    weights.model, added = separate_statistics(weights.model, {*trained, *frozen})
+    weights.values.update({own: weights.values[n] for own, n in added.items() if n in weights.values})
+    warn_of_merged(weights.model, trained)
     block = _Artifacts(loss_block, _extra_outputs(additional_output_names))
-    for names, value in ((trained, True), (frozen, False)):
+    for names, value in ((trained, True), ([*frozen, *added], False)):
         for name in names:
             block.requires_grad(name, value)
     if (_opset(weights.model) or 1) < _OLDEST_OPSET:

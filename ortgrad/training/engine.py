@@ -19,6 +19,7 @@ from ortgrad.training.models import RESET, build_models, take_parameters
 from ortgrad.training.onnxblock.graph import find_value, with_inferred
 from ortgrad.training.sessions import BoundSession
 from ortgrad.training.state import TrainingState
+from ortgrad.training.statistics import running_statistics
 from ortgrad.training.weights import load_weights
 
 # Operators with a generator of random numbers, which onnxruntime begins with the attribute `seed`.
@@ -91,19 +92,6 @@ def _copy(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
     copy.CopyFrom(tensor)
     copy.name = name
     return copy
-
-
-def running_statistics(model: onnx.ModelProto) -> list[str]:
-    """Return the initializers that are running statistics of batch normalizations."""
-    known = {tensor.name for tensor in model.graph.initializer}
-    found = [
-        name
-        for node in model.graph.node
-        if node.op_type == "BatchNormalization"
-        for name in node.input[3:5]
-        if name in known
-    ]
-    return list(dict.fromkeys(found))
 
 
 class Engine:

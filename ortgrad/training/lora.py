@@ -24,12 +24,12 @@ from onnx import helper, numpy_helper
 
 from ortgrad.errors import ArgumentTypeError, CheckpointError, ModelError, NameNotFoundError, TrainingError
 from ortgrad.graph.loading import ModelLike, load_model
-from ortgrad.graph.protos import all_graphs, copy_of, declared_values
+from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
 from ortgrad.training.checkpoint import load_tensors, save_tensors
 from ortgrad.training.exporting import arrays_of
 from ortgrad.training.lora_merging import merge
 from ortgrad.training.lora_nodes import Adapted, Adapter, adapter_for, adapter_nodes, find_adapted
-from ortgrad.training.lora_sites import SEPARATE_INITIALIZERS, Site, constants, defined, find_sites, readers
+from ortgrad.training.lora_sites import Site, constants, defined, find_sites, readers
 from ortgrad.training.state import describe
 from ortgrad.training.weights import LARGE, set_value, size_of
 
@@ -433,7 +433,7 @@ def _add_tensors(model: onnx.ModelProto, adapter: Adapter, scale: float, seed: i
         )
     for name, array in arrays.items():
         set_value(model.graph.initializer.add(name=name, data_type=adapter.type, dims=array.shape), array)
-        if model.ir_version < SEPARATE_INITIALIZERS:
+        if model.ir_version < FIRST_WITH_CONSTANTS:
             model.graph.input.append(helper.make_tensor_value_info(name, adapter.type, array.shape))
 
 

@@ -13,9 +13,9 @@ from onnx.external_data_helper import uses_external_data
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, onnxruntime_errors
-from ortgrad.graph.protos import all_graphs
+from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs
 from ortgrad.training.lora_nodes import Adapted, Adapter
-from ortgrad.training.lora_sites import SEPARATE_INITIALIZERS, Site, defined, swap_last, uses
+from ortgrad.training.lora_sites import Site, defined, swap_last, uses
 from ortgrad.training.weights import set_value
 
 Read = Callable[[onnx.TensorProto], np.ndarray]
@@ -54,7 +54,7 @@ def merge(model: onnx.ModelProto, adapted: list[Adapted], read: Read, dequantize
     _remove_tensors(model, gone)
     _remove_unread(model, replaced)
     model.graph.initializer.extend(added)
-    for tensor in added if model.ir_version < SEPARATE_INITIALIZERS else ():
+    for tensor in added if model.ir_version < FIRST_WITH_CONSTANTS else ():
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
 
 
@@ -118,7 +118,7 @@ def _dequantized(model: onnx.ModelProto, site: Site, read: Read) -> np.ndarray:
     one_node = helper.make_node(node.op_type, [tensor.name for tensor in inputs], ["y"])
     one_node.attribute.extend(node.attribute)
     graph = helper.make_graph([one_node], "dequantize", [], [output], inputs)
-    version = max(model.ir_version, SEPARATE_INITIALIZERS)
+    version = max(model.ir_version, FIRST_WITH_CONSTANTS)
     one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=version)
     try:
         session = onnxruntime.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -170,7 +170,7 @@ def _remove_unread(model: onnx.ModelProto, sites: list[Site]) -> None:
         _keep(graph.node, lambda node: not gone.intersection(node.output))
         _keep(graph.initializer, lambda tensor: tensor.name not in gone)
         _keep(graph.value_info, lambda value: value.name not in gone)
-    if model.ir_version < SEPARATE_INITIALIZERS:
+    if model.ir_version < FIRST_WITH_CONSTANTS:
         _keep(model.graph.input, lambda value: value.name not in gone)
 
 

@@ -13,9 +13,6 @@ from onnx import helper
 from ortgrad.graph.protos import FLOATS, all_graphs, subgraphs
 from ortgrad.operators.declaration import DOMAIN
 
-# Before this version of the IR, every initializer is also an input of the graph.
-SEPARATE_INITIALIZERS = 4
-
 
 @dataclass(frozen=True)
 class Operand:

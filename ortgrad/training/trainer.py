@@ -35,6 +35,7 @@ from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, 
 from ortgrad.training.schedules import Schedule, make_schedule
 from ortgrad.training.selection import Patterns, matching, parameters
 from ortgrad.training.state import TrainingState
+from ortgrad.training.statistics import separate_statistics, warn_of_merged
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,10 @@ class Trainer:
         # Parameters with the same settings lie side by side.
         order = sorted(names, key=lambda name: list(dict.fromkeys(settings.values())).index(settings[name]))
         base = with_weights_outside(proto, names)
+        base, added = separate_statistics(base, names)
+        warn_of_merged(base, names)
         # Functions are inlined, so that the weights in them can be set.
-        self._source: ModelLike = base if proto.functions else model
+        self._source: ModelLike = base if proto.functions or added else model
         with_loss, name, self._output = _with_loss(base, loss, output, target, loss_options)
         self._ignored, self._axis = loss_options.get("ignore_index"), loss_options.get("axis")
         if loss == "cross-entropy" and self._axis is None:

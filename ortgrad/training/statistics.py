@@ -1,0 +1,91 @@
+"""Running statistics of batch normalizations, and tensors that exporters have merged with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from ortgrad.graph.protos import all_nodes, copy_of
+
+# The inputs of BatchNormalization that are statistics.
+_PLACES = {3: "running_mean", 4: "running_var"}
+
+
+def running_statistics(model: onnx.ModelProto) -> list[str]:
+    """Return the initializers that are running statistics of batch normalizations."""
+    known = {tensor.name for tensor in model.graph.initializer}
+    found = [name for node in _normalizations(model) for name in node.input[3:5] if name in known]
+    return list(dict.fromkeys(found))
+
+
+def separate_statistics(
+    model: onnx.ModelProto, names: Collection[str]
+) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """Return a model in which no running statistic is an initializer of these names that others read as well.
+
+    Exporters merge equal tensors, and before a training all means and biases are 0, and all variances and
+    scales 1. They would be trained and overwritten with statistics at the same time. The second result
+    has the initializers that were added, and of which each is a copy; without any, the model is the one that
+    was given.
+    """
+    uses = _uses(model)
+    if not any(uses[name] > 1 and name in names for name in running_statistics(model)):
+        return model, {}
+    model = copy_of(model)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in names}
+    taken = {*uses, *(name for node in all_nodes(model.graph.node) for name in node.output)}
+    taken |= {value.name for value in (*model.graph.input, *model.graph.initializer)}
+    added: dict[str, str] = {}
+    for node in _normalizations(model):
+        for place, role in _PLACES.items():
+            name = node.input[place] if place < len(node.input) else ""
+            if name not in tensors or uses[name] < 2:
+                continue
+            own, number = f"{name}.{role}", 1
+            while own in taken:
+                number += 1
+                own = f"{name}.{role}_{number}"
+            taken.add(own)
+            uses[name] -= 1
+            node.input[place] = own
+            model.graph.initializer.add().CopyFrom(tensors[name])
+            model.graph.initializer[-1].name = own
+            added[own] = name
+    return model, added
+
+
+def warn_of_merged(model: onnx.ModelProto, trained: Collection[str]) -> None:
+    """Warn if vectors are trained together although they are probably separate parameters.
+
+    They are read by several nodes, and all their elements are equal, as before a training.
+    """
+    uses = _uses(model)
+    merged = [
+        tensor.name
+        for tensor in model.graph.initializer
+        if tensor.name in trained and len(tensor.dims) == 1 and tensor.dims[0] > 1 and uses[tensor.name] > 1
+        if tensor.data_location != onnx.TensorProto.EXTERNAL and np.ptp(numpy_helper.to_array(tensor)) == 0
+    ]
+    if merged:
+        more = f" and {len(merged) - 1} more" if len(merged) > 1 else ""
+        warnings.warn(
+            f"{uses[merged[0]]} nodes share the parameter {merged[0]!r}{more}, whose elements are all equal: "
+            "the exporter has probably merged separate parameters, which are now trained as one. With "
+            "PyTorch, export by torch.onnx.export(..., dynamo=True), or with training=TrainingMode.TRAINING",
+            stacklevel=3,
+        )
+
+
+def _normalizations(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+
+
+def _uses(model: onnx.ModelProto) -> Counter[str]:
+    uses = Counter(name for node in all_nodes(model.graph.node) for name in node.input)
+    uses.update(value.name for value in model.graph.output)
+    return uses
