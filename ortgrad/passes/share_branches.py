@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import RANDOM
-from ortgrad.graph.traversal import dependencies, subgraphs
+from ortgrad.graph.traversal import dependencies, release_captured, subgraphs
 from ortgrad.passes.deduplicate import content
 
 _BRANCHES = ("then_branch", "else_branch")
@@ -56,18 +56,8 @@ def _share(first: ir.Node, second: ir.Node, branch: str, names: Names) -> None:
     for value in exported:
         _replace(value, _exported(first, branch, same[value], names), graph, names)
     for node in gone:
-        _disconnect(node)
+        release_captured(node)
     graph.remove(gone, safe=True)
-
-
-def _disconnect(node: ir.Node) -> None:
-    """Let a node, and those in its subgraphs, read nothing."""
-    for i in range(len(node.inputs)):
-        node.replace_input_with(i, None)
-    for graph in subgraphs(node):
-        graph.outputs.clear()
-        for inner in graph:
-            _disconnect(inner)
 
 
 def _stays(value: ir.Value) -> bool:
