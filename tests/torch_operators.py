@@ -70,6 +70,8 @@ def judge(path: Path, ways: Sequence[str] = WAYS) -> Verdict:
     # The call that is exported holds the module as `function`.
     targets = {name: name.removeprefix("" if name in names else "function.") for name in wanted}
     targets = {name: target for name, target in targets.items() if target in names}
+    if not targets:
+        return NO_SAMPLE, "the exported model is a constant"
     if any(np.isnan(array).any() for array in (*found.values(), *results.values())):
         return NAN, ""
     for name in results:
@@ -213,7 +215,9 @@ def run(chosen: Iterable[Sample], folder: Path) -> Iterator[tuple[str, str, str]
         worker = worker or _Worker(folder)
         answer = worker.run(sample)
         if answer is None:
-            worker, answer = None, (sample.name, DEATH, "")
+            # Without the file, PyTorch's exporter has died.
+            died = DEATH if (folder / f"{sample.name}.npz").exists() else EXPORTER
+            worker, answer = None, (sample.name, died, "the process died")
         if answer[1] in FAILURES:
             print(f"{answer[0]}: {answer[1]}: {answer[2]}", flush=True)
         yield answer

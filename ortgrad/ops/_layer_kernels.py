@@ -91,16 +91,11 @@ def layer_grad_rows(
                     other += g * ((b[k] - centre) * factor)
                 plain += part
                 weighted += other
-            _write_row(
-                dy[row],
-                x[row],
-                scale,
-                centre,
-                factor,
-                x.dtype.type(plain / columns),
-                x.dtype.type(weighted / columns),
-                dx[row],
-            )
+            pull, slope = x.dtype.type(plain / columns), x.dtype.type(weighted / columns)
+            if columns == 1:
+                dx[row, 0] = _nothing(pull, factor)
+            else:
+                _write_row(dy[row], x[row], scale, centre, factor, pull, slope, dx[row])
         _add_row(dy[row], x[row], centre, factor, scale_sums[task], bias_sums[task])
 
 
@@ -170,7 +165,9 @@ def invertible_layer_grad_rows(
                 weighted += other
             pull, slope = y.dtype.type(plain / columns), y.dtype.type(weighted / columns)
             a, b, into = dy[row], y[row], dx[row]
-            for k in range(columns):
+            if columns == 1:
+                into[0] = _nothing(pull, factor)
+            for k in range(columns if columns > 1 else 0):
                 into[k] = factor * (a[k] * scale[k] - pull - (b[k] - bias[k]) / scale[k] * slope)
         if scale_sums.shape[1] > 0:
             a, b, total = dy[row], y[row], scale_sums[task]
@@ -179,6 +176,14 @@ def invertible_layer_grad_rows(
         if bias_sums.shape[1] > 0:
             _add(dy[row], bias_sums[task])
     return False
+
+
+def _nothing(pull: float, factor: float) -> float:
+    """dX of a row with one element, 0 or NaN.
+
+    The difference of dY * scale and its mean would be the rounding of the product, times a large factor.
+    """
+    return (pull - pull) * factor
 
 
 def _write_row(
