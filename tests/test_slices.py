@@ -9,6 +9,8 @@ import torch
 from onnx import parser
 
 import ortgrad
+from ortgrad.graph.serialization import read, write
+from ortgrad.passes.slices import join_slices
 from ortgrad.pipelines.prepare import prepare_loaded
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
@@ -115,3 +117,21 @@ def test_other_slices_stay(start: int, end: int, step: int) -> None:
     wanted[place] = np.exp(x[place])
     actual = ortgrad.InferenceSession(model).run(["x_grad"], {"x": x})[0]
     np.testing.assert_allclose(actual, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("[1,2]", "[5,4]"), ("[2]", "[5,4]"), ("[N,2]", "[M,4]"), ("[5,2]", "[5,4]")]
+)
+def test_sums_that_broadcast_stay(first: str, second: str) -> None:
+    text = f"""{HEAD} g (float{first} x, float{second} z) => (float y) {{
+        last = Constant<value_ints=[-1]>()
+        behind = Constant<value_ints=[0, 4]>() before = Constant<value_ints=[2, 0]>()
+        a = Pad(x, behind, , last) b = Pad(z, before, , last) y = Add(a, b) }}"""
+    model = parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    shape = {"[1,2]": (1, 2), "[2]": (2,), "[N,2]": (1, 2), "[5,2]": (5, 2)}[first]
+    x, z = np.ones(shape, np.float32), np.ones((5, 4), np.float32)
+    simple = write(join_slices(read(model)), model)
+    (y,) = ortgrad.InferenceSession(simple).run(None, {"x": x, "z": z})
+    np.testing.assert_array_equal(y, np.ones((5, 6), np.float32))
+    assert ("Concat" in {node.op_type for node in simple.graph.node}) == (first == "[5,2]")

@@ -51,7 +51,8 @@ def join_slices(model: ir.Model) -> ir.Model:
 def _parts(node: ir.Node) -> tuple[int, list[ir.Value]] | None:
     """Return the axis along which the terms of a sum follow one another, and the terms without padding."""
     found: list[tuple[int, int, int, ir.Value]] = []
-    axes: set[int] = set()
+    # The axis, and the sizes of the others: a sum could broadcast them.
+    kinds: set[tuple[int, tuple[object, ...]]] = set()
     for term in node.inputs:
         part = _padded(term, node)
         if part is None:
@@ -61,14 +62,17 @@ def _parts(node: ir.Node) -> tuple[int, list[ir.Value]] | None:
         length = value.shape[axis]
         if not isinstance(length, int) or length == 0:
             return None
-        axes.add(axis)
+        others = tuple(d if isinstance(d, int) else d.value for i, d in enumerate(value.shape) if i != axis)
+        if None in others:
+            return None
+        kinds.add((axis, others))
         found.append((before, before + length, before + length + after, value))
     found.sort(key=lambda part: part[0])
     ends = [0, *(end for _, end, _, _ in found)]
     follow = all(begin == end for (begin, *_), end in zip(found, ends, strict=False))
-    if len(axes) > 1 or not follow or any(size != ends[-1] for _, _, size, _ in found):
+    if len(kinds) > 1 or not follow or any(size != ends[-1] for _, _, size, _ in found):
         return None
-    return axes.pop(), [value for *_, value in found]
+    return kinds.pop()[0], [value for *_, value in found]
 
 
 def _padded(term: ir.Value | None, user: ir.Node) -> tuple[int, int, int, ir.Value] | None:
