@@ -22,9 +22,9 @@ from ortgrad.cli.demo import digits
 from ortgrad.training.lora import add_lora, load_lora, lora_parameters, merge_lora, save_lora
 
 LAYERS, WIDTH = 2, 32
-# Layer # of the encoder, with four heads. All normalizations share one scale.
+# Layer # of the encoder, with four heads.
 LAYER = """
-    n# = LayerNormalization(x#, ones)
+    n# = LayerNormalization(x#, norm#_1)
     flat_query# = MatMul(n#, layer#_query)
     flat_key# = MatMul(n#, layer#_key)
     flat_value# = MatMul(n#, layer#_value)
@@ -42,7 +42,7 @@ LAYER = """
     flat# = Reshape(joined#, lines_shape)
     attended# = MatMul(flat#, layer#_out)
     y# = Add(x#, attended#)
-    m# = LayerNormalization(y#, ones)
+    m# = LayerNormalization(y#, norm#_2)
     wide# = MatMul(m#, layer#_up)
     active# = Gelu(wide#)
     narrow# = MatMul(active#, layer#_down)
@@ -72,7 +72,7 @@ def transformer() -> onnx.ModelProto:
         shapes |= {f"layer{i}_up": (WIDTH, 4 * WIDTH), f"layer{i}_down": (4 * WIDTH, WIDTH)}
     generator = np.random.default_rng(0)
     arrays = {name: generator.normal(0, shape[0] ** -0.5, shape) for name, shape in shapes.items()}
-    arrays["ones"] = np.ones(WIDTH)
+    arrays |= {f"norm{i}_{k}": np.ones(WIDTH) for i in range(LAYERS) for k in (1, 2)}
     for name, array in arrays.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
     return model

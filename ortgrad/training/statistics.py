@@ -26,18 +26,19 @@ def running_statistics(model: onnx.ModelProto) -> list[str]:
 def separate_statistics(
     model: onnx.ModelProto, names: Collection[str]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return a model in which no running statistic is an initializer of these names that others read as well.
+    """Return a model in which no initializer of these names is a running statistic and something else.
 
     Exporters merge equal tensors, and before a training all means and biases are 0, and all variances and
     scales 1. They would be trained and overwritten with statistics at the same time. The second result
     has the initializers that were added, and of which each is a copy; without any, the model is the one that
     was given.
     """
-    uses = _uses(model)
-    if not any(uses[name] > 1 and name in names for name in running_statistics(model)):
+    merged = _merged(model) & set(names)
+    if not merged:
         return model, {}
     model = copy_of(model)
-    tensors = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in names}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in merged}
+    uses = _uses(model)
     taken = {*uses, *(name for node in all_nodes(model.graph.node) for name in node.output)}
     taken |= {value.name for value in (*model.graph.input, *model.graph.initializer)}
     added: dict[str, str] = {}
@@ -57,6 +58,20 @@ def separate_statistics(
             model.graph.initializer[-1].name = own
             added[own] = name
     return model, added
+
+
+def _merged(model: onnx.ModelProto) -> set[str]:
+    """Return the running statistics that are also something else, or those of different layers."""
+    known = {tensor.name for tensor in model.graph.initializer}
+    layers: dict[str, set[tuple[object, ...]]] = {}
+    uses = _uses(model)
+    for node in _normalizations(model):
+        for place in _PLACES:
+            if place < len(node.input) and node.input[place] in known:
+                # A layer that is applied twice has the same tensors in the same places.
+                layers.setdefault(node.input[place], set()).add((place, *node.input[1:]))
+                uses[node.input[place]] -= 1
+    return {name for name, found in layers.items() if uses[name] > 0 or len(found) > 1}
 
 
 def warn_of_merged(model: onnx.ModelProto, trained: Collection[str]) -> None:
