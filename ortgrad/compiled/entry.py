@@ -17,6 +17,10 @@ from ortgrad.compiled.instructions import call2, call3, call5, call6, call7, fre
 _DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
 _RELEASE_STATUS, _RELEASE_VALUE, _RELEASE_INFO = 8 * 93, 8 * 96, 8 * 99
 _TENSOR_OF_MEMORY, _INVOKE, _PARALLEL_FOR = 8 * 49, 8 * 214, 8 * 274
+_ALLOCATE, _FREE, _RELEASE_ALLOCATOR, _ALLOCATOR = 8 * 75, 8 * 76, 8 * 132, 8 * 253
+# In bytes: larger scratch memory comes from onnxruntime, which keeps it for the next run. malloc would return
+# it to the system, and every page would have to be mapped and cleared again.
+_LARGE_SCRATCH = 1 << 16
 
 _API, _PYTHON, _OBJECT, _BLOCK = (
     8 * place for place in (layout.STATE_API, layout.STATE_PYTHON, layout.STATE_OBJECT, layout.STATE_BLOCK)
@@ -129,6 +133,31 @@ def _multiply(state: int, context: int, call: int, product: int, answers: int) -
 
 
 @njit(error_model="numpy", forceinline=True)
+def _allocate(state: int, context: int, size: int, answers: int) -> tuple[int, int]:
+    """Return the addresses of scratch memory, 0 if there is none, and of its allocator, 0 for malloc."""
+    api = load(state + _API)
+    if size < _LARGE_SCRATCH:
+        return malloc(size), 0
+    if _fails(api, call3(load(api + _ALLOCATOR), context, load(state + _MEMORY), answers)):
+        return 0, 0
+    allocator = load(answers)
+    if _fails(api, call3(load(api + _ALLOCATE), allocator, size, answers)):
+        call2(load(api + _RELEASE_ALLOCATOR), allocator, 0)
+        return 0, 0
+    return load(answers), allocator
+
+
+@njit(error_model="numpy", forceinline=True)
+def _release(state: int, memory: int, allocator: int) -> None:
+    api = load(state + _API)
+    if allocator == 0:
+        free(memory)
+    else:
+        _fails(api, call2(load(api + _FREE), allocator, memory))
+        call2(load(api + _RELEASE_ALLOCATOR), allocator, 0)
+
+
+@njit(error_model="numpy", forceinline=True)
 def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bool:
     """Allocate the outputs and perform all blocks; return whether everything succeeded."""
     api, inputs = load(state + _API), load(state + _INPUTS)
@@ -143,9 +172,9 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
     part = plan + 8 * load(plan + _PLAN_BLOCK)
     store(call, part)
     store(call + _FAILED, 0)
-    phases, size, memory = load(part + _PHASES), load(part + _SCRATCH_BYTES), 0
+    phases, size, memory, allocator = load(part + _PHASES), load(part + _SCRATCH_BYTES), 0, 0
     if size > 0:
-        memory = malloc(size)
+        memory, allocator = _allocate(state, context, size, answers)
         if memory == 0:
             return False
         first = inputs + load(state + _OUTPUTS)
@@ -171,7 +200,7 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
     for i in range(before, before + load(part + _PRODUCTS_AFTER)):
         succeeded = succeeded and _multiply(state, context, call, product + i * _PRODUCT_SIZE, answers)
     if size > 0:
-        free(memory)
+        _release(state, memory, allocator)
     return succeeded
 
 

@@ -8,6 +8,7 @@ are constants. The callbacks implement version 16 of the API, the first in which
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import weakref
@@ -161,7 +162,6 @@ class Products:
     """onnxruntime's Gemm for compiled code, one for each of PRODUCT_KINDS; released with this object."""
 
     element: int
-    memory: int
     operators: list[int] = field(default_factory=list)
 
 
@@ -175,7 +175,6 @@ class Api:
 
     def __init__(self, address: int) -> None:
         self.address = address
-        self._memory: int | None = None
         table = ctypes.cast(address, POINTER(c_void_p))
 
         def function(place: int, result: Any, *arguments: Any) -> Any:
@@ -215,14 +214,17 @@ class Api:
         self._check(self._string(info, name.encode(), text, byref(size)))
         return text.raw[: size.value - 1]
 
+    @functools.cached_property
+    def memory(self) -> int:
+        """The address of the OrtMemoryInfo of ordinary memory."""
+        memory = c_void_p()
+        self._check(self._cpu_memory(_DEVICE, _DEFAULT_MEMORY, byref(memory)))
+        assert memory.value is not None
+        return memory.value
+
     def products(self, info: int, element: str) -> Products:
         """Return onnxruntime's products for the node for which a kernel is being created."""
-        if self._memory is None:
-            memory = c_void_p()
-            self._check(self._cpu_memory(_DEVICE, _DEFAULT_MEMORY, byref(memory)))
-            self._memory = memory.value
-        assert self._memory is not None
-        products = Products(ELEMENT_TYPES[element], self._memory)
+        products = Products(ELEMENT_TYPES[element])
         weakref.finalize(products, _release_all, self._release_operator, products.operators).atexit = False
         for kind in PRODUCT_KINDS:
             products.operators.append(self._gemm(info, products.element, kind))

@@ -268,7 +268,8 @@ class _Kernel(Entrances):
                 kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
                 self._call = NodeError(f"{self._call.node}: {kind}{error}")
             else:
-                state.use(compiled, self._call, block, self._products(compiled, dtypes, info))
+                products = self._products(compiled, dtypes, info)
+                state.use(compiled, self._call, block, self._api.memory, products)
 
     def _products(self, compiled: CompiledKernel, dtypes: Sequence[str], info: int) -> Products | None:
         if not compiled.products:

@@ -44,14 +44,16 @@ class State:
     def address(self) -> int:
         return self._fields.ctypes.data
 
-    def use(self, kernel: CompiledKernel, call: Call, block: int, products: Products | None) -> None:
-        """Make the node run a compiled kernel."""
+    def use(
+        self, kernel: CompiledKernel, call: Call, block: int, memory: int, products: Products | None
+    ) -> None:
+        """Make the node run a compiled kernel; `memory` is the address of the OrtMemoryInfo."""
         if products is not None:
             self._products = products
             self._fields[layout.STATE_ELEMENT] = products.element
-            self._fields[layout.STATE_MEMORY] = products.memory
             last = layout.STATE_PRODUCTS + len(products.operators)
             self._fields[layout.STATE_PRODUCTS : last] = products.operators
+        self._fields[layout.STATE_MEMORY] = memory
         contents = {row.parameter for row in call.contract.rows if row.contents}
         self._kernel = kernel
         self._fields[layout.STATE_INPUTS] = len(call.operator.inputs)
