@@ -45,6 +45,6 @@ def save_chart(
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylabel("time, ours / theirs")
     axes.set_title(title)
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=len(ratios))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
