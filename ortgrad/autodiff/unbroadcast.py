@@ -26,12 +26,12 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
             f"shape {source}; the shapes that the model declares contradict each other"
         )
     axes = list(range(lead))
+    single: list[int] = []
     for i, dim in enumerate(source):
         other = target[lead + i]
         if isinstance(dim, int) and dim == 1:
             # If the output's size is unknown it may be 1 too; the sum is then over one element.
-            if not (isinstance(other, int) and other == 1):
-                axes.append(lead + i)
+            (single if isinstance(other, int) and other == 1 else axes).append(lead + i)
         elif not isinstance(dim, int) and (dim.value is None or dim != other):
             # The size may be 1 at run time.
             return _unbroadcast_at_run_time(op, grad, value)
@@ -39,7 +39,8 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
         return grad
     if axes == list(range(lead)):
         return op.ReduceSum(grad, axes, keepdims=0)
-    summed = op.ReduceSum(grad, axes, keepdims=1)
+    # onnxruntime sums along consecutive axes at once, and along the last ones fastest.
+    summed = op.ReduceSum(grad, sorted([*axes, *single]), keepdims=1)
     return op.Squeeze(summed, list(range(lead))) if lead else summed
 
 
