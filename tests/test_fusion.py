@@ -240,12 +240,16 @@ CASES: list[tuple[str, str, list[Any], dict[str, Any]]] = [
     *((name, name, ["f", "f"], {}) for name in ("Add", "Sub", "Mul", "Div", "Min", "Max")),
     *((name, name, ["f", "f", "f"], {}) for name in ("Sum", "Min", "Max")),
     *((name, name, ["f"], {}) for name in ("Neg", "Abs", "Reciprocal", "Sqrt", "Exp", "Log", "Erf", "Tanh")),
-    *((name, name, ["f"], {}) for name in ("Sigmoid", "Softplus", "Relu", "Softsign", "Sign", "HardSwish")),
+    *(
+        (name, name, ["f"], {})
+        for name in ("Sigmoid", "Softplus", "Mish", "Relu", "Softsign", "Sign", "HardSwish")
+    ),
     ("LeakyRelu", "LeakyRelu", ["f"], {"alpha": 0.2}),
     ("LeakyRelu", "LeakyRelu", ["f"], {}),
     ("PRelu", "PRelu", ["f", "f"], {}),
     ("ThresholdedRelu", "ThresholdedRelu", ["f"], {"alpha": 0.75}),
     ("Elu", "Elu", ["f"], {"alpha": 1.5}),
+    ("Celu", "Celu", ["f"], {"alpha": 1.5}),
     ("Selu", "Selu", ["f"], {}),
     ("HardSigmoid", "HardSigmoid", ["f"], {"alpha": 0.3, "beta": 0.4}),
     ("Gelu", "Gelu", ["f"], {}),
@@ -339,6 +343,20 @@ def test_operators_in_the_numpy_kernel(case: tuple[str, str, list[Any], dict[str
     with np.errstate(all="ignore"):
         results = operator(*(feeds[name] for name in order), **attributes)
     assert_same(results, run_stock(model, feeds), 4)
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE) - NOT_IN_ONNX - {"ToFloat", "ToBool"}))
+def test_single_nodes(name: str) -> None:
+    """A node is a fused node by itself where onnxruntime's own kernel, or function, is slow."""
+    case = next(case for case in CASES if case[0] == name)
+    model, feeds = operator_model(case, "float32")
+    del model.graph.node[1:]
+    model.graph.output[0].name = "y"
+    if TABLE[name].gives == "bool":
+        model.graph.output[0].type.tensor_type.elem_type = TensorProto.BOOL
+    assert len(steps(fused(model))) == (TABLE[name].alone > 1)
+    if TABLE[name].alone > 1:
+        assert_same(run_fused(model, feeds), run_stock(model, feeds))
 
 
 def test_dropout_and_own_gradients(no_numpy: None) -> None:

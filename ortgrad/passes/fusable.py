@@ -20,6 +20,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "LeakyRelu": {"alpha": 0.01},
     "ThresholdedRelu": {"alpha": 1.0},
     "Elu": {"alpha": 1.0},
+    "Celu": {"alpha": 1.0},
     "Selu": {"alpha": 1.67326319217681884765625, "gamma": 1.05070102214813232421875},
     "HardSigmoid": {"alpha": 0.2, "beta": 0.5},
     "Swish": {"alpha": 1.0},
@@ -57,6 +58,11 @@ class Fusable:
     @property
     def gives_bool(self) -> bool:
         return self.expression.gives == "bool"
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether onnxruntime's own kernel is slower than a fused node of this node alone."""
+        return self.expression.alone > 1
 
     @property
     def values(self) -> list[ir.Value]:

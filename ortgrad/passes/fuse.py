@@ -17,7 +17,7 @@ from ortgrad.graph.traversal import dependencies
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
 from ortgrad.passes.fusable import Fusable, infer_broadcast, known_shape, read_fusable
-from ortgrad.passes.fusion_groups import Groups, axis_groups, external_inputs, fit
+from ortgrad.passes.fusion_groups import Groups, axis_groups, external_inputs, fit, pays
 from ortgrad.passes.onnxruntime_fusions import left_to_onnxruntime
 
 # The largest cost of computing a value again instead of storing it (see ortgrad.fusion.expressions): of any
@@ -74,7 +74,7 @@ def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     for i, group in enumerate(groups):
         results = [e for e in group if owner.get(e.node) == i and not e.gives_bool and e.output in live]
         needed = _needed(group, results)
-        if len(needed) > 1:
+        if pays(needed):
             made.append(_fused_node(needed, results, names))
             replaced.update(each.node for each in results)
     gone = [node for node, each in fusable.items() if each.output not in live or node in replaced]
@@ -93,7 +93,8 @@ def _most_useful(groups: list[list[Fusable]]) -> list[list[Fusable]]:
     saved: Counter[object] = Counter()
     for group in groups:
         sizes = [size if isinstance(size, int) else _UNKNOWN_SIZE for size in group[0].shape]
-        saved[_structure(group)] += (len(group) - 1) * (_PER_NODE + math.prod(sizes))
+        nodes = sum(each.expression.alone for each in group)
+        saved[_structure(group)] += (nodes - 1) * (_PER_NODE + math.prod(sizes))
     best = saved.most_common(_MOST_PROGRAMS)
     chosen = {structure for structure, elements in best if elements >= _LEAST_SAVED}
     return [group for group in groups if _structure(group) in chosen]

@@ -39,15 +39,15 @@ class Groups:
             self._before.append({self._place[p] for p in producers if p in self._place})
 
     def merge_all(self) -> list[list[Fusable]]:
-        """Merge what can be merged; returns the groups of two nodes or more, in the order of the graph."""
+        """Merge what can be merged; returns the groups that save time, in the order of the graph."""
         for each in self._fusable.values():
             for value in each.values:
                 producer = value.producer()
                 if producer in self._fusable:
                     self._merge(self._place[producer], self._place[each.node])
         roots = dict.fromkeys(self._find(self._place[node]) for node in self._fusable)
-        groups = [_trimmed(self._group(root)) for root in roots if len(self._members[root]) > 1]
-        return [group for group in groups if len(group) > 1]
+        groups = [_trimmed(self._group(root)) for root in roots]
+        return [group for group in groups if pays(group)]
 
     def _group(self, root: int) -> list[Fusable]:
         return [self._fusable[node] for node in sorted(self._members[root], key=self._place.__getitem__)]
@@ -86,6 +86,11 @@ class Groups:
                     seen.add(before)
                     waiting.append(before)
         return False
+
+
+def pays(group: Sequence[Fusable]) -> bool:
+    """Return whether nodes are computed faster by one kernel."""
+    return len(group) > 1 or any(each.saves_alone and fit(group) for each in group)
 
 
 def fit(group: Sequence[Fusable]) -> bool:
