@@ -56,7 +56,7 @@ def explain(
     written = {name: node for node in proto.graph.node for name in node.output if name}
     given = None if feeds is None else checked_feeds(proto, feeds)
     with judging(proto):
-        planned = plan(proto, names_of(wrt), names_of(of), feeds=given)
+        planned = plan(proto, names_of(wrt), names_of(of), feeds=given, as_written=True)
     if planned.stopped is not None and not planned.backward.failures:
         warnings.warn(planned.stopped, StoppedGradientWarning, stacklevel=2)
     backward = planned.backward

@@ -25,6 +25,7 @@ from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
 from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.fold_known import fold_known_values
+from ortgrad.passes.fold_normalizations import fold_normalizations
 from ortgrad.passes.inline import inline
 from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.pads import pad_all_axes
@@ -78,12 +79,17 @@ def plan(
     of: Sequence[str] | None,
     straight_through: bool = True,
     feeds: Feeds | None = None,
+    *,
+    as_written: bool = False,
 ) -> Plan:
-    """Run the backward pass; nodes that cannot be differentiated are in its `failures`."""
-    planned = _plan(source, wrt, of)
+    """Run the backward pass; nodes that cannot be differentiated are in its `failures`.
+
+    With `as_written`, nodes are not merged for the sake of speed.
+    """
+    planned = _plan(source, wrt, of, as_written=as_written)
     if planned.backward.failures:
         # Ranks without proof are used only if a rule needs one that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
+        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, as_written=as_written)
     if not straight_through:
         nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
         planned.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
@@ -98,6 +104,7 @@ def _plan(
     trusting: bool = False,
     feeds: Feeds | None = None,
     folding: bool = True,
+    as_written: bool = False,
 ) -> Plan:
     """Implement `plan`; with `trusting`, ranks without proof are used and checked at run time."""
     model = separate_targets(read(source), wrt)
@@ -128,7 +135,9 @@ def _plan(
     if any(decides_shapes(value, model.opset_imports) for value in fed):
         if folded:
             # What was folded may have followed from the value of a target.
-            return _plan(source, wrt, of, trusting=trusting, feeds=feeds, folding=False)
+            return _plan(
+                source, wrt, of, trusting=trusting, feeds=feeds, folding=False, as_written=as_written
+            )
         infer_proven_shapes(model)
     if not set(outputs) <= set(graph.outputs) and unknown_ranks(graph, outputs):
         infer_further_shapes(model, outputs)
@@ -137,6 +146,8 @@ def _plan(
     if trusting:
         assume_ranks(model, _unproven_ranks(model, source, declared, outputs, feeds), outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
+    if not as_written:
+        model = fold_normalizations(model, targets, outputs)
     model = expand_unsupported(model, targets, outputs)
     # Nodes that were expanded have new values under the old names.
     values = values_by_name(graph)
