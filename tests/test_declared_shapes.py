@@ -219,8 +219,24 @@ def test_a_declared_scalar_is_seeded_with_one_if_it_is_one() -> None:
     session = ortgrad.InferenceSession(built, quiet())
     x = np.float32([3])
     np.testing.assert_array_equal(session.run(["x_grad"], {"x": x, "shape": np.zeros(0, np.int64)})[0], [6])
-    with pytest.raises(Exception, match="y_grad/Reshape"):
-        session.run(["x_grad"], {"x": x, "shape": np.array([1, 1])})
+    for shape in ([1], [1, 1]):
+        with pytest.raises(ortgrad.KernelError, match="requires a scalar, as which the model declares y"):
+            session.run(["x_grad"], {"x": x, "shape": np.array(shape)})
+
+
+@pytest.mark.parametrize("kernels", ["auto", "python", "onnx"])
+def test_a_declared_scalar_that_has_a_batch(kernels: str) -> None:
+    """onnxruntime must not compute with the scalar before the check fails."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N, 1] x, int64[M] shape) => (float y) <float two = {2}>
+        { t = Reshape(x, shape) s = Sigmoid(t) m = Mul(s, two) y = Add(m, two) }"""
+    )
+    session = ortgrad.InferenceSession(ortgrad.build_gradient_model(model, wrt="x"), quiet(), kernels=kernels)
+    grad = session.run(["x_grad"], {"x": np.zeros((1, 1), np.float32), "shape": np.zeros(0, np.int64)})[0]
+    np.testing.assert_allclose(grad, [[0.5]])
+    with pytest.raises(ortgrad.KernelError, match="requires a scalar, as which the model declares y"):
+        session.run(["x_grad"], {"x": np.zeros((8, 1), np.float32), "shape": np.array([8])})
 
 
 def test_defaults_that_can_be_fed_prove_nothing() -> None:

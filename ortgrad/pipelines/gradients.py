@@ -32,7 +32,6 @@ from ortgrad.passes.pads import pad_all_axes
 from ortgrad.passes.proven_shapes import (
     Declared,
     assume_ranks,
-    checked_shape,
     infer_further_shapes,
     infer_proven_shapes,
     unknown_ranks,
@@ -263,9 +262,14 @@ def _is_scalar(proven: ir.Shape | None, declared: bool) -> bool:
 def _one(op: Recorder, value: ir.Value, proven: bool) -> ir.Value:
     """Return the seed 1 of a scalar output; if its rank is not proven, it is checked at run time."""
     assert value.dtype is not None
-    with op.scoped(f"{value.name}_grad"):
+    with op.scoped(f"{value.name}_grad"), op.checking(f"{value.name} output"):
         one = op.constant(np.array(1.0, value.dtype.numpy()))
-        return one if proven else op.Reshape(one, checked_shape(op, value, 0), allowzero=1)
+        if proven:
+            return one
+        # Of an unknown shape to onnxruntime, which would otherwise compute with it before the check fails.
+        full = op.Expand(one, op.Shape(value))
+        what = f"a scalar, as which the model declares {value.name}; declare its real shape instead"
+        return op.require(full, [op.Shape(op.Shape(value))], what)
 
 
 def _checked(op: Recorder, seed: ir.Value, value: ir.Value) -> ir.Value:
