@@ -22,6 +22,12 @@ Geometry = tuple[list[int], dict[str, Any]]
 # X, attributes
 CASES: dict[str, Geometry] = {
     "2x2": ([2, 3, 8, 6], {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    "2x2 in long rows": ([2, 3, 9, 67], {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    "2x2 in long rows, ceil_mode": (
+        [1, 2, 9, 67],
+        {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1},
+    ),
+    "2x2 in long rows of a 3d pool": ([1, 2, 3, 6, 70], {"kernel_shape": [1, 2, 2], "strides": [1, 2, 2]}),
     "3x3 strided": ([2, 3, 9, 12], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4}),
     "3x3": ([2, 3, 7, 6], {"kernel_shape": [3, 3], "pads": [1] * 4}),
     "5x5": ([1, 2, 13, 13], {"kernel_shape": [5, 5], "pads": [2] * 4}),

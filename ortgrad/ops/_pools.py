@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # Places in X are kept as floating-point numbers, so that a vector has as many of them as of values.
 _MOST_PLACES = 1 << 24
 _LEAST = -math.inf
+# So many elements are computed at once in a row of squares; others one after the other.
+_LONG_ROW = 32
 
 
 def plan_max(dy: Sizes, x: Sizes, column_major: bool, may_be_blank: bool) -> Plan | None:
@@ -262,9 +264,17 @@ def plan_max_pool(x: Sizes, y: Sizes, win: Windows) -> Plan | None:
             "starts": [boxes.starts[t] for t in taps],
             "offsets": [i * flat.sizes[-1] + j for i in range(height) for j in range(width)],
             "depths": [outputs, win.kernel[0], win.strides[0], win.heads[0]] if deep else [1, 1, 1, 0],
+            "squares": int(_are_squares(flat) and not deep),
         },
         work=math.prod(y) * math.prod(win.kernel),
     )
+
+
+def _are_squares(win: Windows) -> bool:
+    """Return whether all windows are squares of two by two elements beside each other, in long rows."""
+    if win.kernel != (2, 2) or win.strides != (2, 2) or any(win.heads) or win.outputs[1] < _LONG_ROW:
+        return False
+    return all(2 * count <= size for count, size in zip(win.outputs, win.sizes, strict=True))
 
 
 def max_pool_strip(
@@ -278,6 +288,7 @@ def max_pool_strip(
     starts: np.ndarray,
     offsets: np.ndarray,
     depths: np.ndarray,
+    squares: int,
 ) -> bool:
     """Compute a strip of the maxima of one channel, or of some, and where they are in X.
 
@@ -287,6 +298,20 @@ def max_pool_strip(
     _, first, last, strip = task_channels(task, geometry, y.shape[0])
     pitch, width, step = geometry[PITCH], geometry[OUTPUT + 1], geometry[STRIDE + 1]
     top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT], width)
+    if squares != 0:
+        for channel in range(first, last):
+            for row in range(top, top + rows):
+                place, start = 2 * row * geometry[SIZE + 1] + 2 * left, row * width + left
+                origin = channel * x.shape[2] + place
+                _largest_of_squares(
+                    x[channel, 0, place:],
+                    x[channel, 0, place + geometry[SIZE + 1] :],
+                    y[channel, start : start + columns],
+                    indices[channel, start : start + columns],
+                    origin,
+                    geometry[SIZE + 1],
+                )
+        return False
     size = len(lines) * len(edges) * (geometry[ROWS] + geometry[REACH]) * pitch + SLACK
     count = rows * pitch
     memory = allocate(size + 2 * count + len(offsets) + size_of_rows(geometry))
@@ -323,6 +348,20 @@ def max_pool_strip(
                 to[k] = origin + k * step + int(of[k])
     release(memory)
     return False
+
+
+def _largest_of_squares(
+    upper: np.ndarray, lower: np.ndarray, y: np.ndarray, indices: np.ndarray, origin: int, width: int
+) -> None:
+    """Write the largest of two by two elements of two rows, and where it is."""
+    for k in range(len(y)):
+        v0, v1, v2, v3 = upper[2 * k], upper[2 * k + 1], lower[2 * k], lower[2 * k + 1]
+        place = 1 if v1 > v0 else 0
+        largest = v1 if v1 > v0 else v0
+        place = width if v2 > largest else place
+        largest = v2 if v2 > largest else largest
+        indices[k] = origin + 2 * k + (width + 1 if v3 > largest else place)
+        y[k] = v3 if v3 > largest else largest
 
 
 def _keep_largest(
