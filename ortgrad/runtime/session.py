@@ -73,6 +73,13 @@ def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
     return True
 
 
+def _default_options() -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    # The pattern is a second block for all activations, beside those of the first run, and saves no time.
+    options.enable_mem_pattern = False
+    return options
+
+
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An onnxruntime.InferenceSession that runs gradient operators.
 
@@ -96,7 +103,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels: Kernels = "auto",
         **kwargs: Any,
     ) -> None:
-        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        options = _default_options() if sess_options is None else sess_options
         level = options.log_severity_level
         # NumPy and the binding of onnx make a TypeError of a KeyboardInterrupt that is raised inside of them.
         model = call_elsewhere(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
