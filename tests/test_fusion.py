@@ -359,6 +359,20 @@ def test_single_nodes(name: str) -> None:
         assert_same(run_fused(model, feeds), run_stock(model, feeds))
 
 
+@pytest.mark.parametrize("before", ["t = Neg(x)", "t = Conv(x, k)"])
+def test_sigmoid_is_precise_where_it_is_small(before: str) -> None:
+    """onnxruntime's own is 0 or 6e-8 there, and so would be its gradient."""
+    model = parse(f"""g (float[2,1,N] x, float[1,1,1] k) => (float[2,1,N] y) {{ {before} y = Sigmoid(t) }}""")
+    built = ortgrad.build_gradient_model(model, wrt="x")
+    t = np.linspace(-40, -5, 2000, dtype=np.float32).reshape(2, 1, -1)
+    feeds = {"x": -t, "k": np.full((1, 1, 1), -1, np.float32), "y_grad": np.ones_like(t)}
+    session = ortgrad.InferenceSession(built, kernels="compiled")
+    y, grad = session.run(["y", "x_grad"], feeds)
+    exact = 1 / (1 + np.exp(-t.astype(np.float64)))
+    np.testing.assert_allclose(y, exact, rtol=1e-6)
+    np.testing.assert_allclose(grad, -exact * (1 - exact), rtol=1e-5)
+
+
 def test_dropout_and_own_gradients(no_numpy: None) -> None:
     model = parse("""g (float[N,8] x, float[N,8] s) => (float y) <float r = {0.25}, bool t = {1}> {
         a = Mul(x, s)  b, mask = Dropout(a, r, t)  c = Tanh(b)  d = LeakyRelu<alpha = 0.1>(c)

@@ -60,15 +60,16 @@ TABLE: dict[str, Expression] = {
     "Square": Expression("{0} * {0}"),
     "Cube": Expression("{0} * {0} * {0}", cost=2),
     "Exp": Expression("exp({0})", cost=_FUNCTION),
-    "Log": Expression("log({0})", cost=_FUNCTION),
+    "Log": Expression("log({0})", cost=_FUNCTION, alone=8),
     "Erf": Expression("erf({0})", cost=2 * _FUNCTION),
     "Tanh": Expression("tanh({0})", cost=2 * _FUNCTION),
-    "Sigmoid": Expression("sigmoid({0})", cost=_FUNCTION),
+    # onnxruntime's is not slow, but wrong for large negative numbers: 0 or 6e-8 instead of 2e-8.
+    "Sigmoid": Expression("sigmoid({0})", cost=_FUNCTION, alone=2),
     "Softplus": Expression("softplus({0})", cost=2 * _FUNCTION, alone=50),
     "Mish": Expression("{0} * tanh(softplus({0}))", cost=4 * _FUNCTION, alone=50),
     "Relu": Expression("where({0} < 0.0, 0.0, {0})"),
     "LeakyRelu": Expression("where({0} < 0.0, {alpha} * {0}, {0})"),
-    "PRelu": Expression("where({0} < 0.0, {1} * {0}, {0})"),
+    "PRelu": Expression("where({0} < 0.0, {1} * {0}, {0})", alone=20),
     "ThresholdedRelu": Expression("where({0} > {alpha}, {0}, 0.0)"),
     "Elu": Expression("where({0} < 0.0, {alpha} * (exp({0}) - 1.0), {0})", cost=_FUNCTION, alone=8),
     "Celu": Expression(
@@ -83,7 +84,7 @@ TABLE: dict[str, Expression] = {
         cost=3,
         alone=2,
     ),
-    "Softsign": Expression("{0} / (1.0 + abs({0}))", cost=4),
+    "Softsign": Expression("{0} / (1.0 + abs({0}))", cost=4, alone=2),
     "Gelu": Expression(
         f"0.5 * {{0}} * (1.0 + erf({{0}} * {math.sqrt(0.5)!r}))",
         cost=2 * _FUNCTION,

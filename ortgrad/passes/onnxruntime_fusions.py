@@ -8,8 +8,9 @@ import onnx_ir as ir
 
 from ortgrad.passes.fusable import read_constant
 
-# Activations that onnxruntime computes as part of a convolution or a product of matrices.
-_ACTIVATIONS = frozenset({"Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid"})
+# Activations that onnxruntime computes as part of a convolution or a product of matrices. So it does Sigmoid,
+# but the gradient needs it more precisely (see ortgrad.fusion.expressions).
+_ACTIVATIONS = frozenset({"Relu", "Tanh", "LeakyRelu", "Clip", "HardSigmoid"})
 _SCALES = frozenset({"Mul", "Div"})
 
 
