@@ -23,6 +23,7 @@ _PARTS = (
     "functions.py",
     "instructions.py",
     "layout.py",
+    "libraries.py",
     "panels.py",
     "processor.py",
     "products.py",
