@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -81,7 +82,16 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
     python = _execute(function.text, "function", names)
     if checked:
         return njit(error_model="numpy", fastmath=set(flags), boundscheck=True)(python)
-    return libraries.inner(python, fastmath=set(flags))
+    return libraries.inner(python, fastmath=set(flags), inlined=not _has_long_loops(function.text))
+
+
+def _has_long_loops(text: str) -> bool:
+    """Return whether a function has loops, besides those over tuples, which are short and unrolled."""
+    return any(
+        isinstance(node, ast.While)
+        or (isinstance(node, ast.For) and isinstance(node.iter, ast.Call))
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def _flags(source: Source) -> frozenset[str]:

@@ -21,6 +21,10 @@ from numba.core.typed_passes import AnnotateTypes
 from ortgrad.compiled import processor
 
 
+# Numba's function to raise an exception.
+_RAISE = "numba_do_raise"
+
+
 class Compiler(CompilerBase):
     """Numba's compiler, without what comes after the translation into LLVM's language."""
 
@@ -31,12 +35,15 @@ class Compiler(CompilerBase):
         return [passes]
 
 
-def inner(function: Callable[..., Any], *, fastmath: Any = False) -> Any:
-    """Return a function that compiled code calls, and not Python."""
+def inner(function: Callable[..., Any], *, fastmath: Any = False, inlined: bool = True) -> Any:
+    """Return a function that compiled code calls, and not Python.
+
+    If it is not inlined, its loops are vectorized by themselves.
+    """
     return njit(
         error_model="numpy",
         fastmath=fastmath,
-        forceinline=True,
+        forceinline=inlined,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
         pipeline_class=Compiler,
@@ -54,7 +61,6 @@ def write(context: Any, builder: Any, name: str, kind: Any, body: Callable[[Any]
         library = _written[name] = _Library(context.codegen(), name, optimized=False)
         module = library.create_ir_module(name)
         function = ir.Function(module, kind, name)
-        function.attributes.add("noinline")
         body(function)
         library.add_ir_module(module)
     context.active_code_library.add_linking_library(library)
@@ -74,7 +80,8 @@ class _Prepare(LoweringPass):
     def run_pass(self, state: Any) -> bool:
         # Arrays belong to onnxruntime, or to a task: without their owners there are no references to count.
         state.targetctx = state.targetctx.subtarget(enable_nrt=False)
-        state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
+        codegen, name = state.targetctx.codegen(), state.func_id.func_qualname
+        state.library = _Library(codegen, name, inlined=state.flags.forceinline)
         state.library.enable_object_caching()
         return False
 
@@ -95,11 +102,14 @@ class _Generator:
 class _Library(CPUCodeLibrary):
     """A function as it is written, without those that it calls."""
 
-    def __init__(self, codegen: Any, name: str, *, optimized: bool = True) -> None:
+    def __init__(self, codegen: Any, name: str, *, inlined: bool = False, optimized: bool = True) -> None:
         super().__init__(_Generator(codegen), name)
-        self._optimized = optimized
+        self._inlined, self._optimized = inlined, optimized
 
     def add_llvm_module(self, ll_module: Any) -> None:
+        for function in ll_module.functions:
+            if not (self._inlined or function.is_declaration):
+                function.add_function_attribute("noinline")
         self._final_module.link_in(ll_module)
 
     def add_linking_library(self, library: Any) -> None:
@@ -123,6 +133,9 @@ class _Library(CPUCodeLibrary):
                 _link(library, module)
         _hide(module, own)
         _optimize(module)
+        if any(function.name == _RAISE for function in module.functions):
+            # Only now it may be evident that a function that is not inlined raises no exceptions.
+            _optimize(module)
         for library in written:
             _link(library, module)
         _hide(module, own)

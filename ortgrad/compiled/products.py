@@ -123,7 +123,6 @@ def _tile(module: Any, element: Any, lanes: int, rows: int, vectors: int) -> Any
     name = f"ortgrad_tile_{element}_{rows}_{vectors}"
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name)
     function.linkage = "internal"
-    function.attributes.add("noinline")
     sums, pitch, left, starts, shifts, groups, steps, right, bases, places, count, fresh = function.args
     kind = ir.VectorType(element, lanes)
     align = 8 if isinstance(element, ir.DoubleType) else 4
