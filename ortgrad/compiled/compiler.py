@@ -88,8 +88,7 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
 def _has_long_loops(text: str) -> bool:
     """Return whether a function has loops, besides those over tuples, which are short and unrolled."""
     return any(
-        isinstance(node, ast.While)
-        or (isinstance(node, ast.For) and isinstance(node.iter, ast.Call))
+        isinstance(node, ast.While) or (isinstance(node, ast.For) and isinstance(node.iter, ast.Call))
         for node in ast.walk(ast.parse(text))
     )
 

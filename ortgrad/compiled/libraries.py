@@ -20,12 +20,11 @@ from numba.core.typed_passes import AnnotateTypes
 
 from ortgrad.compiled import processor
 
-
 # Numba's function to raise an exception.
 _RAISE = "numba_do_raise"
 
 
-class Compiler(CompilerBase):
+class Compiler(CompilerBase):  # type: ignore[misc]
     """Numba's compiler, without what comes after the translation into LLVM's language."""
 
     def define_pipelines(self) -> list[Any]:
@@ -69,7 +68,7 @@ def write(context: Any, builder: Any, name: str, kind: Any, body: Callable[[Any]
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)
-class _Prepare(LoweringPass):
+class _Prepare(LoweringPass):  # type: ignore[misc]
     """Says where the function is to be written, before that is done."""
 
     _name = "ortgrad_prepare"
@@ -99,17 +98,20 @@ class _Generator:
         return getattr(self._real, name)
 
 
-class _Library(CPUCodeLibrary):
+class _Library(CPUCodeLibrary):  # type: ignore[misc]
     """A function as it is written, without those that it calls."""
 
     def __init__(self, codegen: Any, name: str, *, inlined: bool = False, optimized: bool = True) -> None:
         super().__init__(_Generator(codegen), name)
         self._inlined, self._optimized = inlined, optimized
 
-    def add_llvm_module(self, ll_module: Any) -> None:
-        for function in ll_module.functions:
+    def add_ir_module(self, ir_module: Any) -> None:
+        for function in ir_module.functions:
             if not (self._inlined or function.is_declaration):
-                function.add_function_attribute("noinline")
+                function.attributes.add("noinline")
+        super().add_ir_module(ir_module)
+
+    def add_llvm_module(self, ll_module: Any) -> None:
         self._final_module.link_in(ll_module)
 
     def add_linking_library(self, library: Any) -> None:
