@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 
-from ortgrad.compiled import entry, instructions, panels, processor, products, rows
+from ortgrad.compiled import entry, instructions, libraries, panels, processor, products, rows
 from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.source import Function, Source
@@ -37,10 +38,9 @@ def compile_block(source: Source) -> bytes:
 
 def python_block(source: Source) -> Callable[..., Any]:
     """Return the function that compile_block compiles."""
-    names = {f"pointer_to_{dtype}": instructions.pointer_to(dtype) for dtype in ITEM_SIZES}
+    names = {f"view_of_{dtype}": instructions.view_of(dtype) for dtype in ITEM_SIZES}
     names.update(
         Element=getattr(numba, source.element),
-        carray=numba.carray,
         load=instructions.load,
         load_double=instructions.load_double,
         store=instructions.store,
@@ -80,8 +80,16 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
     for name, called in function.functions:
         names[name] = _compile_function(called, element, _FUSE if called.exact else flags, checked)
     python = _execute(function.text, "function", names)
-    return njit(error_model="numpy", fastmath=set(flags), boundscheck=checked, forceinline=not checked)(
-        python
+    if checked:
+        return njit(error_model="numpy", fastmath=set(flags), boundscheck=True)(python)
+    return libraries.inner(python, fastmath=set(flags), inlined=not _has_long_loops(function.text))
+
+
+def _has_long_loops(text: str) -> bool:
+    """Return whether a function has loops, besides those over tuples, which are short and unrolled."""
+    return any(
+        isinstance(node, ast.While) or (isinstance(node, ast.For) and isinstance(node.iter, ast.Call))
+        for node in ast.walk(ast.parse(text))
     )
 
 
@@ -97,7 +105,9 @@ def _execute(text: str, name: str, names: Mapping[str, Any]) -> Any:
 
 def _object_code(function: Callable[..., Any], signature: Any, flags: Set[str]) -> bytes:
     try:
-        compiled = cfunc(signature, error_model="numpy", fastmath=set(flags))(function)
+        compiled = cfunc(
+            signature, error_model="numpy", fastmath=set(flags), pipeline_class=libraries.Compiler
+        )(function)
     except NumbaError as error:
         raise RegistrationError(f"Numba cannot compile the kernel: {error}") from error
     module = llvm.parse_assembly(compiled.inspect_llvm())
@@ -110,6 +120,6 @@ def _object_code(function: Callable[..., Any], signature: Any, flags: Set[str]) 
             "allocate arrays, and must take mathematical functions from ortgrad.compiled.functions"
         )
     for f in module.functions:
-        if f.name == compiled._wrapper_name:
+        if f.name == compiled.native_name:
             f.name = processor.NAME
     return processor.target_machine().emit_object(module)

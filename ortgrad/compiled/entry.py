@@ -8,10 +8,9 @@ of the kernel: shapes without a plan, a failing task, an error.
 
 from __future__ import annotations
 
-from numba import njit
-
 from ortgrad.compiled import layout
 from ortgrad.compiled.instructions import call2, call3, call5, call6, call7, free, load, malloc, stack, store
+from ortgrad.compiled.libraries import inner
 
 # Places in OrtApi.
 _DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
@@ -55,7 +54,7 @@ _call_fields = stack(layout.TENSORS + layout.MOST_TENSORS)
 _answers = stack(3)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _fails(api: int, status: int) -> bool:
     """Return whether a status is an error, which is released."""
     if status != 0:
@@ -64,7 +63,7 @@ def _fails(api: int, status: int) -> bool:
     return False
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _read_inputs(state: int, context: int, key: int, call: int, answers: int) -> int:
     """Write the key and the addresses of the inputs' data; return the length of the key, -1 on failure."""
     api, length = load(state + _API), 0
@@ -96,7 +95,7 @@ def _read_inputs(state: int, context: int, key: int, call: int, answers: int) ->
     return length
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _find_plan(state: int, key: int, length: int) -> int:
     """Return the address of the plan with this key; 0 if there is none."""
     for i in range(load(state + _PLANS)):
@@ -112,7 +111,7 @@ def _find_plan(state: int, key: int, length: int) -> int:
     return 0
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _multiply(state: int, context: int, call: int, product: int, answers: int) -> bool:
     """Let onnxruntime compute a product; return whether that succeeded."""
     api, made, failed = load(state + _API), 0, False
@@ -132,7 +131,7 @@ def _multiply(state: int, context: int, call: int, product: int, answers: int) -
     return not failed
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _allocate(state: int, context: int, size: int, answers: int) -> tuple[int, int]:
     """Return the addresses of scratch memory, 0 if there is none, and of its allocator, 0 for malloc."""
     api = load(state + _API)
@@ -147,7 +146,7 @@ def _allocate(state: int, context: int, size: int, answers: int) -> tuple[int, i
     return load(answers), allocator
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _release(state: int, memory: int, allocator: int) -> None:
     api = load(state + _API)
     if allocator == 0:
@@ -157,7 +156,7 @@ def _release(state: int, memory: int, allocator: int) -> None:
         call2(load(api + _RELEASE_ALLOCATOR), allocator, 0)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bool:
     """Allocate the outputs and perform all blocks; return whether everything succeeded."""
     api, inputs = load(state + _API), load(state + _INPUTS)

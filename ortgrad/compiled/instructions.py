@@ -6,12 +6,14 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 from ortgrad.compiled.functions import SUMS
 from ortgrad.compiled.layout import ITEM_SIZES
+from ortgrad.compiled.libraries import inner
 
 _WORD = ir.IntType(64)
 WORD = types.int64
@@ -105,19 +107,34 @@ def call7(_: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, 
     return WORD(*[WORD] * 8), lambda context, builder, signature, arguments: _call(builder, arguments)
 
 
-def pointer_to(dtype: str) -> Any:
-    """Return a function that makes a pointer to elements of a type out of an address."""
-    # Numba has no pointers to booleans; they are bytes with the values 0 and 1.
+def view_of(dtype: str) -> Any:
+    """Return a function that makes an array of elements of a type out of an address and the shape."""
+    # Booleans are bytes with the values 0 and 1.
     numba_type = types.uint8 if dtype == "bool" else getattr(types, dtype)
 
     @intrinsic
-    def pointer(_: Any, address: Any) -> Any:
+    def view(_: Any, address: Any, shape: Any) -> Any:
+        array_type = types.Array(numba_type, len(shape), "C")
+
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], _LLVM_TYPES[dtype].as_pointer())
+            array = context.make_array(array_type)(context, builder)
+            sizes = cgutils.unpack_tuple(builder, arguments[1])
+            strides = [_WORD(ITEM_SIZES[dtype])]
+            for size in reversed(sizes[1:]):
+                strides.insert(0, builder.mul(strides[0], size))
+            arrayobj.populate_array(
+                array,
+                data=builder.inttoptr(arguments[0], _LLVM_TYPES[dtype].as_pointer()),
+                shape=sizes,
+                strides=strides,
+                itemsize=ITEM_SIZES[dtype],
+                meminfo=None,
+            )
+            return array._getvalue()
 
-        return types.CPointer(numba_type)(WORD), generate
+        return array_type(WORD, types.UniTuple(WORD, len(shape))), generate
 
-    return pointer
+    return view
 
 
 @intrinsic
@@ -280,31 +297,29 @@ def free(_: Any, address: Any) -> Any:
 
 
 _sums = stack(SUMS)
-_pointer_to_double = pointer_to("float64")
+_views = {dtype: view_of(dtype) for dtype in ("float32", "float64", "int64")}
+_view_of_doubles = _views["float64"]
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def doubles() -> Any:
     """Return an array of double-precision numbers on the stack of the calling function."""
-    return carray(_pointer_to_double(_sums()), (SUMS,))
-
-
-_pointers = {"float32": pointer_to("float32"), "float64": _pointer_to_double, "int64": pointer_to("int64")}
+    return _view_of_doubles(_sums(), (SUMS,))
 
 
 def allocator(dtype: str) -> Any:
     """Return a function that allocates an array of a type."""
-    pointer, size = _pointers[dtype], ITEM_SIZES[dtype]
+    view, size = _views[dtype], ITEM_SIZES[dtype]
 
-    @njit(error_model="numpy", forceinline=True)
+    @inner
     def allocate(count: int) -> Any:
         address = malloc(count * size)
-        return carray(pointer(address), (count if address != 0 else 0,))
+        return view(address, (count if address != 0 else 0,))
 
     return allocate
 
 
-@njit(error_model="numpy", forceinline=True)
+@inner
 def release(array: Any) -> None:
     """Release the memory of an array that was allocated."""
     free(array.ctypes.data)

@@ -23,6 +23,7 @@ _PARTS = (
     "functions.py",
     "instructions.py",
     "layout.py",
+    "libraries.py",
     "panels.py",
     "processor.py",
     "products.py",
@@ -54,8 +55,9 @@ def entry() -> Entry | None:
         return None
     try:
         return Entry(*(_address(name, functools.partial(_compile_entry, name)) for name in Entry._fields))
-    except ImportError as error:
-        # Numba refuses to be imported beside releases of NumPy that it does not know.
+    except (ImportError, AttributeError, TypeError) as error:
+        # Numba refuses to be imported beside releases of NumPy that it does not know, and a new release of it
+        # may lack what ortgrad.compiled.libraries uses of its compiler.
         warnings.warn(f"kernels are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None
 

@@ -10,11 +10,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions
+from ortgrad.compiled import instructions, libraries
 from ortgrad.compiled.functions import TILE, TILE_ROWS
 
 _WORD = ir.IntType(64)
 _FUSED = ("contract",)
+# Places among the arguments of a tile.
+_SUMS, _RIGHT = 0, 7
 NAMES = frozenset(["add_products", "transpose", "clear", "copy_elements", "copy_vector", "prefetch"])
 
 
@@ -42,7 +44,7 @@ def add_products(
 ) -> Any:
     """Add products to a tile of sums (see ortgrad.compiled.functions)."""
     element = ir.DoubleType() if left.dtype == types.float64 else ir.FloatType()
-    lanes, most = instructions.lanes(left.dtype.bitwidth), _vectors()
+    parameters = (sums, pitch, left, starts, rows, shifts, steps, right, bases, places, columns, fresh)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def array(i: int) -> Any:
@@ -51,66 +53,76 @@ def add_products(
         def count(i: int) -> Any:
             return builder.extract_value(array(i).shape, 0)
 
-        rows, columns = arguments[4], arguments[10]
-        fresh = builder.zext(arguments[11], _WORD)
-        first = cgutils.alloca_once_value(builder, _WORD(0))
-        for vectors in range(most, 0, -1):
-            # As many vectors as fit, then the rest.
-            width = _WORD(vectors * lanes)
-            condition, body, end = (builder.append_basic_block(f"{n}{vectors}") for n in ("if", "do", "end"))
-            builder.branch(condition)
-            builder.position_at_end(condition)
-            last = builder.add(builder.load(first), width)
-            builder.cbranch(builder.icmp_signed("<=", last, columns), body, end)
-            builder.position_at_end(body)
-            here = builder.load(first)
-            given = [
-                builder.gep(array(0).data, [here]),
-                arguments[1],
-                array(2).data,
-                array(3).data,
-                array(5).data,
-                count(5),
-                array(6).data,
-                builder.gep(array(7).data, [here]),
-                array(8).data,
-                array(9).data,
-                count(9),
-                fresh,
-            ]
-            done = builder.append_basic_block("done")
-            default = builder.append_basic_block("none")
-            switch = builder.switch(rows, default)
-            for number in range(1, TILE_ROWS + 1):
-                case = builder.append_basic_block("rows")
-                switch.add_case(_WORD(number), case)
-                builder.position_at_end(case)
-                builder.call(_tile(builder.module, element, lanes, number, vectors), given)
-                builder.branch(done)
-            builder.position_at_end(default)
-            builder.branch(done)
-            builder.position_at_end(done)
-            builder.store(last, first)
-            builder.branch(condition)
-            builder.position_at_end(end)
+        given = [
+            array(0).data,
+            arguments[1],
+            array(2).data,
+            array(3).data,
+            array(5).data,
+            count(5),
+            array(6).data,
+            array(7).data,
+            array(8).data,
+            array(9).data,
+            count(9),
+            builder.zext(arguments[11], _WORD),
+            arguments[4],
+            arguments[10],
+        ]
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
+        name = f"ortgrad_products_{element}"
+        function = libraries.write(context, builder, name, kind, lambda function: _tiles(function, element))
+        builder.call(function, given)
         return context.get_dummy_value()
 
-    parameters = (sums, pitch, left, starts, rows, shifts, steps, right, bases, places, columns, fresh)
     return types.void(*parameters), generate
+
+
+def _tiles(function: Any, element: Any) -> None:
+    """Write the function that divides rows with any number of columns into tiles."""
+    *given, rows, columns = function.args
+    lanes, most = instructions.lanes(64 if isinstance(element, ir.DoubleType) else 32), _vectors()
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    first = cgutils.alloca_once_value(builder, _WORD(0))
+    # A row has a multiple of so many vectors.
+    unit = min(most, max(1, TILE // lanes))
+    for vectors in range(most, 0, -unit):
+        # As many vectors as fit, then the rest.
+        width = _WORD(vectors * lanes)
+        condition, body, end = (builder.append_basic_block(f"{n}{vectors}") for n in ("if", "do", "end"))
+        builder.branch(condition)
+        builder.position_at_end(condition)
+        here = builder.load(first)
+        last = builder.add(here, width)
+        builder.cbranch(builder.icmp_signed("<=", last, columns), body, end)
+        builder.position_at_end(body)
+        own = list(given)
+        for i in (_SUMS, _RIGHT):
+            own[i] = builder.gep(given[i], [here])
+        done, default = builder.append_basic_block("done"), builder.append_basic_block("none")
+        switch = builder.switch(rows, default)
+        for number in range(1, TILE_ROWS + 1):
+            case = builder.append_basic_block("rows")
+            switch.add_case(_WORD(number), case)
+            builder.position_at_end(case)
+            builder.call(_tile(function.module, element, lanes, number, vectors), own)
+            builder.branch(done)
+        builder.position_at_end(default)
+        builder.branch(done)
+        builder.position_at_end(done)
+        builder.store(last, first)
+        builder.branch(condition)
+        builder.position_at_end(end)
+    builder.ret_void()
 
 
 def _tile(module: Any, element: Any, lanes: int, rows: int, vectors: int) -> Any:
     """Return the function that computes a tile of so many rows and vectors."""
-    name = f"ortgrad_tile_{element}_{rows}_{vectors}"
-    if name in module.globals:
-        return module.globals[name]
     numbers, words = element.as_pointer(), _WORD.as_pointer()
     kinds = [numbers, _WORD, numbers, words, words, _WORD, words, numbers, words, words, _WORD, _WORD]
+    name = f"ortgrad_tile_{element}_{rows}_{vectors}"
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name)
-    function.linkage = "linkonce_odr"
-    # Optimized for size, so that small tiles are not unrolled, which takes long to compile.
-    function.attributes.add("noinline")
-    function.attributes.add("optsize")
+    function.linkage = "internal"
     sums, pitch, left, starts, shifts, groups, steps, right, bases, places, count, fresh = function.args
     kind = ir.VectorType(element, lanes)
     align = 8 if isinstance(element, ir.DoubleType) else 4
@@ -186,20 +198,20 @@ def transpose(_: Any, into: Any, place: Any, pitch: Any, source: Any, start: Any
         )
         places = [builder.gep(to, [arguments[1]]), arguments[2]]
         places += [builder.gep(given, [arguments[4]]), arguments[5]]
-        builder.call(_transposition(builder.module, element), places)
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in places])
+        name = f"ortgrad_transpose_{element}"
+        function = libraries.write(
+            context, builder, name, kind, lambda function: _transposition(function, element)
+        )
+        builder.call(function, places)
         return context.get_dummy_value()
 
     return types.void(into, place, pitch, source, start, stride), generate
 
 
-def _transposition(module: Any, element: Any) -> Any:
-    name = f"ortgrad_transpose_{element}"
-    if name in module.globals:
-        return module.globals[name]
-    numbers, kind = element.as_pointer(), ir.VectorType(element, TILE)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [numbers, _WORD] * 2), name)
-    function.linkage = "linkonce_odr"
-    function.attributes.add("noinline")
+def _transposition(function: Any, element: Any) -> None:
+    """Write the function that transposes a square."""
+    kind = ir.VectorType(element, TILE)
     into, pitch, source, stride = function.args
     align = 8 if isinstance(element, ir.DoubleType) else 4
     builder = ir.IRBuilder(function.append_basic_block("entry"))
@@ -223,7 +235,6 @@ def _transposition(module: Any, element: Any) -> Any:
         target = builder.gep(into, [builder.mul(pitch, _WORD(i))])
         builder.store(row, builder.bitcast(target, kind.as_pointer()), align=align)
     builder.ret_void()
-    return function
 
 
 @intrinsic

@@ -120,7 +120,7 @@ def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[st
     lines = ["count = stop - start"]
     for i, dtype in enumerate(dtypes):
         address = f"{_tensor(i)} + start * {layout.ITEM_SIZES[dtype]}"
-        lines.append(f"t{i} = carray(pointer_to_{dtype}({address}), (count,))")
+        lines.append(f"t{i} = view_of_{dtype}({address}, (count,))")
     numbers = _numbers(kernel, _views_place(kernel))
     last = len(dtypes) - 1
     arguments = ", ".join([*(f"t{i}[k]" for i in range(last)), *numbers])
@@ -133,7 +133,7 @@ def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
     lines, place = [], _views_place(kernel)
     for i, (dtype, rank) in enumerate(zip(dtypes, (*kernel.views, *kernel.scratch), strict=True)):
         sizes = "".join(f"{_field(place + k)}, " for k in range(rank))
-        lines.append(f"t{i} = carray(pointer_to_{dtype}({_tensor(i)}), ({sizes}))")
+        lines.append(f"t{i} = view_of_{dtype}({_tensor(i)}, ({sizes}))")
         place += rank
     numbers = _numbers(kernel, place)
     arguments = ", ".join(["task", *(f"t{i}" for i in range(len(dtypes))), *numbers])
@@ -157,7 +157,7 @@ def _numbers(kernel: CompiledKernel, place: int) -> dict[str, str]:
     for i, kind in enumerate(kernel.numbers.values()):
         if kind == "array":
             # Its place, in bytes, and its length.
-            value = f"carray(pointer_to_int64(plan + {_field(place)}), ({_field(place + 1)},))"
+            value = f"view_of_int64(plan + {_field(place)}, ({_field(place + 1)},))"
         else:
             value = f"Element(load_double(plan + {8 * place}))" if kind == "float" else _field(place)
         lines[f"n{i}"] = f"n{i} = {value}"
