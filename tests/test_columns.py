@@ -77,23 +77,25 @@ def pads_of(x: Shape, w: Shape, attributes: dict[str, Any]) -> list[tuple[int, i
     return result
 
 
+def conv_by_torch(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, attributes: dict[str, Any]
+) -> torch.Tensor:
+    rank = x.ndim - 2
+    around = [n for pair in reversed(pads_of(x.shape, w.shape, attributes)) for n in pair]
+    return (torch.conv1d, torch.conv2d, torch.conv3d)[rank - 1](
+        torch.nn.functional.pad(x, around),
+        w,
+        b,
+        stride=attributes.get("strides", [1] * rank),
+        dilation=attributes.get("dilations", [1] * rank),
+        groups=attributes.get("group", 1),
+    )
+
+
 def by_torch(feeds: dict[str, np.ndarray], seed: np.ndarray, attributes: dict[str, Any]) -> list[np.ndarray]:
     """y and the gradients, by PyTorch's convolution of the padded x."""
     given = {n: torch.tensor(a.astype(np.float64), requires_grad=True) for n, a in feeds.items()}
-    rank = feeds["x"].ndim - 2
-    pads = pads_of(feeds["x"].shape, feeds["w"].shape, attributes)
-    around = [n for pair in reversed(pads) for n in pair]
-    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[rank - 1]
-    y = torch.tanh(
-        convolve(
-            torch.nn.functional.pad(torch.tanh(given["x"]), around),
-            given["w"],
-            given.get("b"),
-            stride=attributes.get("strides", [1] * rank),
-            dilation=attributes.get("dilations", [1] * rank),
-            groups=attributes.get("group", 1),
-        )
-    )
+    y = torch.tanh(conv_by_torch(torch.tanh(given["x"]), given["w"], given.get("b"), attributes))
     gradients = torch.autograd.grad(y, list(given.values()), torch.tensor(seed.astype(np.float64)))
     return [y.detach().numpy(), *(g.numpy() for g in gradients)]
 
@@ -166,6 +168,15 @@ def test_only_with_the_gradient_of_the_weights() -> None:
     assert operators(built)["Conv"] == 1
 
 
+def test_kernel_of_unknown_size() -> None:
+    x, w, attributes = SHARED["2d"]
+    model = forward(x, w, attributes, bias=True, batch=2)
+    for dimension in model.graph.input[1].type.tensor_type.shape.dim[2:]:
+        dimension.dim_param = "K"
+    built = ortgrad.build_gradient_model(model, wrt=["w", "b"])
+    assert operators(built)["Conv"] == 2  # The gradient towards W is one, too.
+
+
 def test_two_convolutions_of_one_tensor() -> None:
     text = """<ir_version: 10, opset_import: ["" : 21]>
         g (float[2,16,6,6] x, float[16,16,3,3] v, float[16,16,3,3] w)
@@ -187,3 +198,34 @@ def test_two_convolutions_of_one_tensor() -> None:
     expected = [b, *torch.autograd.grad(a * b, (v, w), torch.tensor(seed.astype(np.float64)))]
     for value, reference in zip(actual, expected, strict=True):
         np.testing.assert_allclose(value, reference.detach().numpy(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float16, 5e-3)])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "many columns"])
+def test_gradient_of_other_types(name: str, dtype: type, tolerance: float) -> None:
+    x_shape, w_shape, attributes = CASES[name]
+    feeds = {n: array.astype(dtype) for n, array in feeds_of(x_shape, w_shape, bias=False).items()}
+    x, w = (torch.tensor(array.astype(np.float64), requires_grad=True) for array in feeds.values())
+    y = conv_by_torch(x, w, None, attributes)
+    feeds = {"dy": np.random.default_rng(1).standard_normal(y.shape).astype(dtype), **feeds}
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node(
+        "ConvGrad",
+        ["dy", "x", "w"],
+        ["dx", "dw"],
+        domain="com.microsoft",
+        kernel_shape=w_shape[2:],
+        **attributes,
+    )
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info(n, element, array.shape) for n, array in feeds.items()],
+        [helper.make_tensor_value_info(n, element, None) for n in ("dx", "dw")],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    actual = ortgrad.InferenceSession(model, kernels="onnx").run(None, feeds)
+    expected = torch.autograd.grad(y, (x, w), torch.tensor(feeds["dy"].astype(np.float64)))
+    for value, reference in zip(actual, expected, strict=True):
+        assert np.abs(value - reference.numpy()).max() <= tolerance * reference.abs().max()

@@ -151,11 +151,12 @@ class _Form:
 
     @property
     def outputs(self) -> tuple[int, ...] | None:
-        """How many windows there are along each axis, if the sizes of X are known."""
+        """How many windows there are along each axis, if the sizes of X are known and there are any."""
         if self.pads is None or None in self.sizes:
             return None
         ends = zip(self.padded_sizes, self.extents, self.strides, strict=True)
-        return tuple((n - e) // s + 1 for n, e, s in ends)
+        counts = tuple((n - e) // s + 1 for n, e, s in ends)
+        return counts if min(counts) > 0 else None
 
     @property
     def padded_sizes(self) -> tuple[int, ...]:
@@ -448,7 +449,7 @@ def _joins_taps(dy: ir.Value, filters: Size, channels: int, form: _Form) -> bool
     samples, positions = _known(dy, 0), form.positions(dy)
     if channels < _FEW_CHANNELS:
         return channels > 0
-    if not samples or not positions or not isinstance(filters, int) or form.outputs is None:
+    if not samples or not positions or not filters or not isinstance(filters, int) or form.outputs is None:
         return False
     rows = samples * positions
     return rows <= filters or rows * channels * math.prod(form.kernel) <= _COLUMNS
@@ -466,14 +467,16 @@ def conv_of_columns(
     **attributes: Any,
 ) -> ir.Value | None:
     """Y = the columns of X @ W + B, if dW is computed from these columns; otherwise None"""
-    filters, channels, kernel = _known(w, 0), _known(w, 1), kernel_shape or known_kernel(w)
-    form = _Form.of(x, kernel, group=group, fixed=True, **attributes)
-    taps = math.prod(kernel)
-    if filters is None or channels is None or not 1 < taps <= _MANY_TAPS or channels < _FEW_CHANNELS:
+    filters, channels = _known(w, 0), _known(w, 1)
+    if group > 1 or not has_known_kernel(w) or filters is None or channels is None:
         return None
-    if group > 1 or not (
-        _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
-    ):
+    try:
+        form = _Form.of(x, known_kernel(w), group=group, fixed=True, **attributes)
+    except ValueError:
+        return None  # The body of the gradient says why.
+    taps = math.prod(form.kernel)
+    joins = _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
+    if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
         return None
     assert form.outputs is not None
     by_tap = op.Flatten(op.Transpose(_shaped(op, w, filters, channels, taps), perm=[0, 2, 1]), axis=1)
