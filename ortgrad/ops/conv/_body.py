@@ -478,6 +478,9 @@ def conv_of_columns(
     joins = _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
     if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
         return None
+    # With fewer rows, turning W costs more than what is saved.
+    if (_known(dy, 0) or 0) * (form.positions(dy) or 0) < 2 * filters:
+        return None
     assert form.outputs is not None
     by_tap = op.Flatten(op.Transpose(_shaped(op, w, filters, channels, taps), perm=[0, 2, 1]), axis=1)
     y = op.Gemm(columns_of(op, x, channels, form), by_tap, b, transB=1)
