@@ -17,6 +17,7 @@ from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.biases import join_biases
+from ortgrad.passes.columns import expand_with_columns
 from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
 from ortgrad.passes.fuse import fuse
@@ -43,7 +44,9 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
     sessions = () if bodies else FOR_SESSIONS
     model = run(model, *OPENING, *sessions, *(BEFORE_BODIES if compiled else ()))
-    model = run(model, lambda model: expand(model, _chooser(kernels)), detach)
+    # Compiled sessions merge nodes around convolutions instead.
+    replace = expand if bodies or compiled else expand_with_columns
+    model = run(model, lambda model: replace(model, _chooser(kernels)), detach)
     if bodies:
         infer_types(model)
         model = attach(model)

@@ -27,6 +27,8 @@ _FEW_CHANNELS = 16
 _MANY_TAPS = 49
 # With at most this many positions in a sample, products with W are faster for all samples together.
 _FEW_POSITIONS = 49
+# With at most this many elements, what all taps read is copied into one matrix of columns.
+_COLUMNS = 1_250_000
 _END = 1 << 62
 
 
@@ -146,6 +148,21 @@ class _Form:
     @property
     def axes(self) -> list[int]:
         return list(range(2, 2 + self.rank))
+
+    @property
+    def outputs(self) -> tuple[int, ...] | None:
+        """How many windows there are along each axis, if the sizes of X are known and there are any."""
+        if self.pads is None or None in self.sizes:
+            return None
+        ends = zip(self.padded_sizes, self.extents, self.strides, strict=True)
+        counts = tuple((n - e) // s + 1 for n, e, s in ends)
+        return counts if min(counts) > 0 else None
+
+    @property
+    def padded_sizes(self) -> tuple[int, ...]:
+        """The sizes of X with its padding, which must be known."""
+        assert self.pads is not None
+        return tuple((n or 0) + h + t for n, h, t in zip(self.sizes, *self.pads, strict=True))
 
     @property
     def pointwise(self) -> bool:
@@ -380,9 +397,20 @@ def _dw_of_samples(
     across = _shaped(op, dy, samples, group, share, size)
     taps = math.prod(form.kernel)
     if taps > 1 and group == 1 and isinstance(channels, int) and channels < _FEW_CHANNELS:
-        columns = _joined_taps(op, form.padded(op, x), form, first=2, axis=1)
-        columns = _shaped(op, columns, samples, taps * channels, size)
+        x, last = form.padded(op, x), form.rank - 1
         turned = op.Transpose(op.Squeeze(across, [1]), perm=[0, 2, 1])
+        if form.rank == 2 and form.outputs is not None:
+            # The rows of the kernel come last, as Gather puts them.
+            x = _joined_axis(op, x, form, last, first=2, axis=1)
+            down = np.add.outer(
+                np.arange(form.kernel[0]) * form.dilations[0], np.arange(form.outputs[0]) * form.strides[0]
+            )
+            columns = _shaped(op, op.Gather(x, down, axis=2), samples, taps * channels, size)
+            dw = op.ReduceSum(op.MatMul(columns, turned), [0], keepdims=0)
+            dw = _shaped(op, dw, form.kernel[1], channels, form.kernel[0], filters)
+            return op.Transpose(dw, perm=[3, 1, 2, 0])
+        columns = _joined_taps(op, x, form, first=2, axis=1)
+        columns = _shaped(op, columns, samples, taps * channels, size)
         dw = op.ReduceSum(op.MatMul(columns, turned), [0], keepdims=0)
         return op.Transpose(_shaped(op, dw, taps, channels, filters), perm=[2, 1, 0])
     parts = _taps(op, dy, form.padded(op, x), form)
@@ -406,12 +434,12 @@ def _dw_of_rows(
     if joins and isinstance(channels, int) and channels < _FEW_CHANNELS:
         columns = _joined_taps(op, form.padded(op, _samples_second(op, x, form)), form, first=2, axis=1)
         return op.Gemm(rows, op.Reshape(columns, [channels * taps, -1]), transB=1)
+    if joins:
+        dw = op.Gemm(rows, columns_of(op, x, channels, form))
+        return op.Transpose(_shaped(op, dw, filters, taps, channels), perm=[0, 2, 1])
     # With the channels last, slices consist of long pieces.
     last = 1 + form.rank
     x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
-    if joins:
-        dw = op.Gemm(rows, op.Flatten(_joined_taps(op, x, form, first=1, axis=last), axis=last))
-        return op.Transpose(_shaped(op, dw, filters, taps, channels), perm=[0, 2, 1])
     products = [op.Gemm(rows, op.Flatten(part, axis=last)) for part in _slices(op, x, form, first=1)]
     return _taps_last(op, _joined(op, products, 0), filters, channels, taps)
 
@@ -419,9 +447,60 @@ def _dw_of_rows(
 def _joins_taps(dy: ir.Value, filters: Size, channels: int, form: _Form) -> bool:
     """Whether one product for all taps is faster than one for each, in spite of copying the columns."""
     samples, positions = _known(dy, 0), form.positions(dy)
-    if samples is None or positions is None or not isinstance(filters, int):
-        return 0 < channels < _FEW_CHANNELS
-    return channels > 0 and (channels < _FEW_CHANNELS or samples * positions <= filters)
+    if channels < _FEW_CHANNELS:
+        return channels > 0
+    if not samples or not positions or not filters or not isinstance(filters, int) or form.outputs is None:
+        return False
+    rows = samples * positions
+    return rows <= filters or rows * channels * math.prod(form.kernel) <= _COLUMNS
+
+
+def conv_of_columns(
+    op: Recorder,
+    dy: ir.Value,
+    x: ir.Value,
+    w: ir.Value,
+    b: ir.Value | None = None,
+    *,
+    group: int,
+    kernel_shape: list[int] | None,
+    **attributes: Any,
+) -> ir.Value | None:
+    """Y = the columns of X @ W + B, if dW is computed from these columns; otherwise None"""
+    filters, channels = _known(w, 0), _known(w, 1)
+    if group > 1 or not has_known_kernel(w) or filters is None or channels is None:
+        return None
+    try:
+        form = _Form.of(x, known_kernel(w), group=group, fixed=True, **attributes)
+    except ValueError:
+        return None  # The body of the gradient says why.
+    taps = math.prod(form.kernel)
+    joins = _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
+    if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
+        return None
+    # With fewer rows, turning W costs more than what is saved.
+    if (_known(dy, 0) or 0) * (form.positions(dy) or 0) < 2 * filters:
+        return None
+    assert form.outputs is not None
+    by_tap = op.Flatten(op.Transpose(_shaped(op, w, filters, channels, taps), perm=[0, 2, 1]), axis=1)
+    y = op.Gemm(columns_of(op, x, channels, form), by_tap, b, transB=1)
+    y = _shaped(op, y, _size(op, dy, 0), *form.outputs, filters)
+    return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+
+
+def columns_of(op: Recorder, x: ir.Value, channels: Size, form: _Form) -> ir.Value:
+    """(N * positions, taps * C): what each window reads of X, whose sizes must be known."""
+    assert form.outputs is not None and form.pads is not None
+    samples, sizes = _size(op, x, 0), form.padded_sizes
+    # With the channels last, Gather copies long pieces, and on several threads, unlike Slice and Concat.
+    x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
+    x = _shaped(op, x, samples, math.prod(sizes), channels)
+    windows, taps = (
+        np.ravel_multi_index(tuple(s * i for s, i in zip(steps, np.indices(counts), strict=True)), sizes)
+        for steps, counts in ((form.strides, form.outputs), (form.dilations, form.kernel))
+    )
+    places = op.Add(windows.reshape(-1, 1), taps.reshape(-1))
+    return op.Flatten(op.Gather(x, places, axis=1), axis=2)
 
 
 def _taps_last(op: Recorder, dw: ir.Value, filters: Size, channels: Size, taps: int) -> ir.Value:
@@ -539,11 +618,23 @@ def _slices(op: Recorder, x: ir.Value, form: _Form, *, first: int) -> list[ir.Va
 def _joined_taps(op: Recorder, x: ir.Value, form: _Form, *, first: int, axis: int) -> ir.Value:
     """What all taps read of the padded X, one after the other along an axis."""
     for i in reversed(range(form.rank)):
-        kernel, extent, step = form.kernel[i], form.extents[i], form.strides[i]
-        if kernel == step == 1:
-            continue
-        starts = [k * form.dilations[i] for k in range(kernel)]
+        x = _joined_axis(op, x, form, i, first=first, axis=axis)
+    return x
+
+
+def _joined_axis(op: Recorder, x: ir.Value, form: _Form, i: int, *, first: int, axis: int) -> ir.Value:
+    """The same for the taps along one spatial axis of the kernel."""
+    kernel, extent, step = form.kernel[i], form.extents[i], form.strides[i]
+    if kernel == step == 1:
+        return x
+    starts = [k * form.dilations[i] for k in range(kernel)]
+    count = None if form.outputs is None else form.outputs[i]
+    if 1 < step < kernel and count is not None:
+        # Slices with steps are slow; these are recorded once for all the taps that share a phase.
+        every = [op.Slice(x, [a % step], [_END], [first + i], [step]) for a in starts]
+        cuts = zip(every, (a // step for a in starts), strict=True)
+        parts = [op.Slice(part, [a], [a + count], [first + i]) for part, a in cuts]
+    else:
         steps = [step] if step > 1 else None
         parts = [op.Slice(x, [a], [a - extent + 1 or _END], [first + i], steps) for a in starts]
-        x = _joined(op, parts, axis)
-    return x
+    return _joined(op, parts, axis)
