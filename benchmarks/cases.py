@@ -103,6 +103,20 @@ class Case:
         return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
+def chain(count: int) -> onnx.ModelProto:
+    """So many nodes on 64 elements, each of which reads the result of the one before."""
+    names = ["dY", *(f"dX{i}" for i in range(1, count)), "dX"]
+    nodes = [
+        helper.make_node("ReluGrad", [dy, "X"], [dx], name=dx, domain="com.microsoft")
+        for dy, dx in zip(names, names[1:], strict=False)
+    ]
+    tensors = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [64]) for name in ("dY", "X", "dX")]
+    opsets = [helper.make_opsetid("", 15), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(
+        helper.make_graph(nodes, "chain", tensors[:2], tensors[2:]), opset_imports=opsets, ir_version=8
+    )
+
+
 def max_pool_indices(arrays: Arrays, attributes: Mapping[str, Any]) -> Arrays:
     """Where the maxima are, flat over the whole tensor as onnxruntime counts."""
     (kh, kw), (sh, sw) = attributes["kernel_shape"], attributes["strides"]
@@ -207,6 +221,8 @@ CASES = [
     conv("3x3 strided", (8, 64, 56, 56), (128, 64, 3, 3), stride=2, pad=1),
     conv("7x7 strided", (8, 3, 112, 112), (64, 3, 7, 7), stride=2, pad=3),
     conv("3x3 depthwise", (8, 96, 56, 56), (96, 1, 3, 3), pad=1, group=96),
+    conv("3x3 depthwise strided", (8, 96, 56, 56), (96, 1, 3, 3), stride=2, pad=1, group=96),
+    conv("3x3 depthwise 7x7 planes", (8, 960, 7, 7), (960, 1, 3, 3), pad=1, group=960),
     Case(
         "MaxPoolGrad",
         "3x3 strided",

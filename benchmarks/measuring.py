@@ -49,12 +49,16 @@ def take_turns(
     rounds: int,
     of_burst: Callable[[list[float]], float],
     calls: tuple[int, int] = (3, 200),
+    clock: str = "perf_counter",
 ) -> dict[str, list[float]]:
-    """Per peer the seconds of each round: `of_burst` of a burst of calls, as many as the limits allow."""
+    """Per peer the seconds of each round: `of_burst` of a burst of calls, as many as the limits allow.
+
+    `clock` is a function of the module time.
+    """
     fewest, most = calls
     burst = {}
     for worker in workers:
-        once = min(_time(worker, 3))
+        once = min(_time(worker, 3, clock))
         burst[worker.peer] = max(fewest, min(most, round(BURST_SECONDS / once)))
     seconds: dict[str, list[float]] = {worker.peer: [] for worker in workers}
     for turn in range(rounds):
@@ -62,12 +66,12 @@ def take_turns(
         start = turn % len(workers)
         for worker in [*workers[start:], *workers[:start]]:
             time.sleep(PAUSE_SECONDS)
-            seconds[worker.peer].append(of_burst(_time(worker, burst[worker.peer])))
+            seconds[worker.peer].append(of_burst(_time(worker, burst[worker.peer], clock)))
     return seconds
 
 
-def _time(worker: Worker, calls: int) -> list[float]:
-    answer = worker.ask(do="time", calls=calls)
+def _time(worker: Worker, calls: int, clock: str) -> list[float]:
+    answer = worker.ask(do="time", calls=calls, clock=clock)
     if "error" in answer:
         raise RuntimeError(f"{worker.peer} ran once and then failed: {answer['error']}")
     seconds: list[float] = answer["seconds"]

@@ -6,6 +6,8 @@ Requests are those of serving.py. "build" and "load" have the path of the model,
 (null: all), the name of the output to differentiate, a folder for files, and for PyTorch kind and sizes.
 A step is one call: forward and backward towards all weights. Results are the output and a gradient for each
 weight, by its name.
+
+Sessions run as in a training loop: the weights are bound once, the inputs in every step.
 """
 
 import contextlib
@@ -14,30 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from serving import serve
-
-
-def session_runner(session, feeds, renamed, weights=()):
-    """A call of a session, and the names of its outputs: `renamed` says which to fetch, and as what.
-
-    As in a training loop, the weights are bound once, the inputs in every step. Gradients stay in memory of
-    the session, which the next step overwrites.
-    """
-    from onnxruntime import OrtValue
-
-    binding = session.io_binding()
-    fed = {value.name: feeds[value.name] for value in session.get_inputs() if value.name in feeds}
-    for name in [name for name in fed if name in (weights or ())]:
-        binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(fed.pop(name)))
-    for name in renamed:
-        binding.bind_output(name)
-
-    def run():
-        for name, array in fed.items():
-            binding.bind_cpu_input(name, array)
-        session.run_with_iobinding(binding)
-
-    return run, lambda _: dict(zip(renamed.values(), binding.copy_outputs_to_cpu(), strict=True))
+from serving import serve, session_runner
 
 
 @contextlib.contextmanager

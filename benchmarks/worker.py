@@ -1,24 +1,72 @@
 """One peer's process for run.py, which times single gradient nodes.
 
-    python worker.py PEER        PEER: python, onnx, stock, training or torch
+    python worker.py PEER        PEER: a value of kernels=, registered, stock, training or torch
 
-Requests are those of serving.py; "load" has op_type, attributes, outputs and the path of the model too.
+Requests are those of serving.py; "load" has op_type, attributes, outputs, the path of the model and the number
+of threads (null: the peer's default) too.
 """
 
 import sys
 
-from serving import runner, serve
+import numpy as np
+from serving import serve, session_runner
+
+ALIGNMENT = 64
+
+
+def aligned(array):
+    """A copy whose memory begins where a cache line does, as all tensors inside of a model do."""
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def session_options(request):
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    if request["threads"]:
+        options.intra_op_num_threads = request["threads"]
+    return options
+
+
+def bound_runner(session, feeds):
+    """A call with all inputs bound once, and outputs in memory of the session."""
+    names = {output.name: output.name for output in session.get_outputs()}
+    return session_runner(session, feeds, names, bound=feeds)
 
 
 def ortgrad_peer(kernels):
     import ortgrad
 
-    return lambda request, feeds: runner(ortgrad.InferenceSession(request["model"], kernels=kernels), feeds)
+    def load(request, feeds):
+        options = session_options(request)
+        return bound_runner(ortgrad.InferenceSession(request["model"], options, kernels=kernels), feeds)
+
+    return load
+
+
+def registered_peer():
+    """Compiled kernels in a plain session, in which nodes are not fused."""
+    import onnxruntime
+
+    import ortgrad
+
+    def load(request, feeds):
+        options = session_options(request)
+        ortgrad.register(options)
+        model = ortgrad.prepare(request["model"], kernels="compiled").SerializeToString()
+        return bound_runner(
+            onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]), feeds
+        )
+
+    return load
 
 
 def stock_peer():
     """The same kernels as Python operators of onnxruntime-extensions, called as it calls them."""
-    import numpy as np
     import onnxruntime
     from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
@@ -50,10 +98,12 @@ def stock_peer():
             declare(operator, variant)
 
     def load(request, feeds):
-        options = onnxruntime.SessionOptions()
+        options = session_options(request)
         options.register_custom_ops_library(get_library_path())
         model = ortgrad.prepare(request["model"], kernels="python").SerializeToString()
-        return runner(onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]), feeds)
+        return bound_runner(
+            onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]), feeds
+        )
 
     return load
 
@@ -62,8 +112,9 @@ def training_peer():
     import onnxruntime
 
     def load(request, feeds):
-        return runner(
-            onnxruntime.InferenceSession(request["model"], providers=["CPUExecutionProvider"]), feeds
+        options = session_options(request)
+        return bound_runner(
+            onnxruntime.InferenceSession(request["model"], options, providers=["CPUExecutionProvider"]), feeds
         )
 
     return load
@@ -148,7 +199,17 @@ def torch_peer():
         db = torch.cat([swap(db_w), swap(db_r)])
         return {"dX": dx, "dW": swap(dw)[None], "dR": swap(dr)[None], "dB": db[None], "dH0": dh0}
 
+    def chain(i, a):
+        def run():
+            dx = i["dY"]
+            for _ in range(a["count"]):
+                dx = aten.threshold_backward(dx, i["X"], 0)
+            return dx
+
+        return run
+
     functions = {
+        "chain": chain,
         "ReluGrad": lambda i, a: lambda: aten.threshold_backward(i["dY"], i["X"], 0),
         "SigmoidGrad": lambda i, a: lambda: aten.sigmoid_backward(i["dY"], i["Y"]),
         "TanhGrad": lambda i, a: lambda: aten.tanh_backward(i["dY"], i["Y"]),
@@ -173,6 +234,8 @@ def torch_peer():
     }
 
     def load(request, feeds):
+        if request["threads"]:
+            torch.set_num_threads(request["threads"])
         tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
         run = functions[request["op_type"]](tensors, request["attributes"])
 
@@ -191,12 +254,13 @@ def torch_peer():
 
 
 PEERS = {
-    "python": lambda: ortgrad_peer("python"),
-    "onnx": lambda: ortgrad_peer("onnx"),
+    "registered": registered_peer,
     "stock": stock_peer,
     "training": training_peer,
     "torch": torch_peer,
 }
 
 if __name__ == "__main__":
-    serve(PEERS[sys.argv[1]]())
+    peer = sys.argv[1]
+    loader = PEERS[peer]() if peer in PEERS else ortgrad_peer(peer)
+    serve(lambda request, feeds: loader(request, {name: aligned(array) for name, array in feeds.items()}))
