@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,9 +109,11 @@ def chain(count: int) -> onnx.ModelProto:
     names = ["dY", *(f"dX{i}" for i in range(1, count)), "dX"]
     nodes = [
         helper.make_node("ReluGrad", [dy, "X"], [dx], name=dx, domain="com.microsoft")
-        for dy, dx in zip(names, names[1:], strict=False)
+        for dy, dx in itertools.pairwise(names)
     ]
-    tensors = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [64]) for name in ("dY", "X", "dX")]
+    tensors = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [64]) for name in ("dY", "X", "dX")
+    ]
     opsets = [helper.make_opsetid("", 15), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(
         helper.make_graph(nodes, "chain", tensors[:2], tensors[2:]), opset_imports=opsets, ir_version=8

@@ -5,7 +5,7 @@
 
 The first run makes the peers' environments under .benchmarks/. Every peer is a process of its own;
 they take turns, round by round, so that noise hits all alike, and their results are compared, so that nothing
-wrong is timed. A round's time is the best call of a burst; times are medians over the rounds, ratios medians
+wrong is timed. In every round the case is loaded anew. A round's time is the best call of a burst; times are medians over the rounds, ratios medians
 of the ratios within a round.
 
 Inputs are bound once, and sessions write their outputs to memory that they keep. By default the peers use as
@@ -66,18 +66,25 @@ class Measuring:
 
     def measure(self, folder: Path, **request: Any) -> dict[str, Any]:
         """Load, compare, time; per peer the seconds of each round."""
-        results, errors = load_all(
-            self.workers,
-            folder,
-            **request,
-            threads=self.threads,
-            model=str(folder / "model.onnx"),
-            feeds=str(folder / "feeds.npz"),
-        )
-        active = [worker for worker in self.workers if worker.peer in results]
-        differences = {p: difference(results[p], results[active[0].peer]) for p in results}
-        # What else runs on the machine only ever adds time.
-        seconds = take_turns(active, self.rounds, min, clock=self.clock)
+        files = {"model": str(folder / "model.onnx"), "feeds": str(folder / "feeds.npz")}
+        seconds: dict[str, list[float]] = {}
+        differences: dict[str, float] = {}
+        workers, errors = list(self.workers), {}
+        for turn in range(self.rounds):
+            # Loaded anew, because times depend on where in memory the tensors happen to be.
+            results, failed = load_all(workers, folder, **request, **files, threads=self.threads)
+            errors.update(failed)
+            workers = [worker for worker in workers if worker.peer in results]
+            expected = results[workers[0].peer]
+            for worker in workers:
+                found = difference(results[worker.peer], expected)
+                differences[worker.peer] = max(found, differences.get(worker.peer, 0.0))
+            # What else runs on the machine only ever adds time. Nobody always runs behind the same neighbour.
+            start = turn % len(workers)
+            for peer, taken in take_turns(
+                [*workers[start:], *workers[:start]], 1, min, clock=self.clock
+            ).items():
+                seconds.setdefault(peer, []).extend(taken)
         return {"seconds": seconds, "difference": differences, "errors": errors}
 
 
@@ -161,7 +168,9 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases whose name contains this")
     parser.add_argument("--peers", nargs="+", choices=list(TITLES), metavar="NAME", help=", ".join(TITLES))
     parser.add_argument("--rounds", type=int, default=9, metavar="N")
-    parser.add_argument("--threads", type=int, metavar="N", help="of every peer; with 1, CPU time is measured")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="of every peer; with 1, CPU time is measured"
+    )
     parser.add_argument("--per-node", action="store_true", help="the cost of a node on 64 elements instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     arguments = parser.parse_args()
@@ -184,9 +193,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             rows = (
-                time_nodes(measuring, folder)
-                if arguments.per_node
-                else time_cases(cases, measuring, folder)
+                time_nodes(measuring, folder) if arguments.per_node else time_cases(cases, measuring, folder)
             )
     finally:
         for worker in workers:

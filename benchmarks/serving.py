@@ -40,7 +40,9 @@ def session_runner(session, feeds, renamed, bound=()):
 
     binding = session.io_binding()
     fed = {value.name: feeds[value.name] for value in session.get_inputs() if value.name in feeds}
-    values = {name: OrtValue.ortvalue_from_numpy(fed.pop(name)) for name in list(fed) if name in (bound or ())}
+    values = {
+        name: OrtValue.ortvalue_from_numpy(fed.pop(name)) for name in list(fed) if name in (bound or ())
+    }
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     for name in renamed:

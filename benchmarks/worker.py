@@ -2,8 +2,8 @@
 
     python worker.py PEER        PEER: a value of kernels=, registered, stock, training or torch
 
-Requests are those of serving.py; "load" has op_type, attributes, outputs, the path of the model and the number
-of threads (null: the peer's default) too.
+Requests are those of serving.py; "load" has op_type, attributes, outputs, the path of the model and the
+number of threads (null: the peer's default) too.
 """
 
 import sys

@@ -44,6 +44,7 @@ def python_block(source: Source) -> Callable[..., Any]:
         load=instructions.load,
         load_double=instructions.load_double,
         store=instructions.store,
+        use_short_vectors=instructions.use_short_vectors,
         **{
             f"phase{i}": compile_function(function, source.element, _flags(source))
             for i, function in enumerate(source.phases)

@@ -49,6 +49,13 @@ def put(array: np.ndarray, k: int, value: Any) -> None:
     array[k] = value
 
 
+def use_short_vectors() -> None:
+    """Let the compiler prefer vectors of 256 bits for the loops of this function to longer ones.
+
+    Loops that wait for memory are faster with them where both exist, and those that compute much are slower.
+    """
+
+
 def double(x: float) -> float:
     """Return a number in double precision, for sums."""
     return float(x)
@@ -197,6 +204,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "sqrt": sqrt,
     "fetch": fetch,
     "put": put,
+    "use_short_vectors": use_short_vectors,
     "double": double,
     "doubles": doubles,
     "allocate": allocate,

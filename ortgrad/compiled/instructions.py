@@ -264,6 +264,18 @@ def put(_: Any, array: Any, k: Any, value: Any) -> Any:
 
 
 @intrinsic
+def use_short_vectors(_: Any) -> Any:
+    """Mark the calling function: its loops are vectorized with 256 bits at most."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # llvmlite writes all attributes as they are, but `add` itself accepts only those without a value.
+        set.add(builder.function.attributes, '"prefer-vector-width"="256"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def double(_: Any, x: Any) -> Any:
     """Return a number in double precision."""
 

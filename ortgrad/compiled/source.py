@@ -47,7 +47,9 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     element = next(dtype for dtype in dtypes if dtype.startswith("float"))
     phases = tuple(_function(function, element) for function in kernel.phases)
     if kernel.elementwise:
-        lines = _elementwise_lines(kernel, dtypes)
+        lines = _elementwise_lines(
+            kernel, dtypes, waits=not phases[0].functions and "/" not in phases[0].text
+        )
     else:
         lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)])
     block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
@@ -115,9 +117,16 @@ _RANGE = (
 )
 
 
-def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
-    """Return lines that compute the elements from start to stop; the last tensor is the result."""
-    lines = ["count = stop - start"]
+# Blocks begin where a cache line does, so that vectors do not cross lines and threads do not share any.
+_WHOLE_LINES = ("start = start & -64", "stop = tasks if i + 1 == blocks else stop & -64")
+
+
+def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str], *, waits: bool) -> list[str]:
+    """Return lines that compute the elements from start to stop; the last tensor is the result.
+
+    `waits` says that they take less time to compute than to load.
+    """
+    lines = [*(("use_short_vectors()",) if waits else ()), *_WHOLE_LINES, "count = stop - start"]
     for i, dtype in enumerate(dtypes):
         address = f"{_tensor(i)} + start * {layout.ITEM_SIZES[dtype]}"
         lines.append(f"t{i} = view_of_{dtype}({address}, (count,))")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import fetch, put
+from ortgrad.compiled.functions import fetch, put, use_short_vectors
 from ortgrad.errors import NodeError
 from ortgrad.fusion.expressions import COMPILED, NUMPY, literal, own_kernel, write
 from ortgrad.fusion.program import Constant, Program, Shape, Step
@@ -143,7 +143,8 @@ def _text(program: Program) -> str:
     """Return the text of the function that performs a task."""
     count = len(program.operands)
     numbers = ["columns", "chunks", "inner"]
-    before = [
+    before = ["use_short_vectors()"] if _waits(program) else []
+    before += [
         "place = task // chunks",
         f"start = (task - place * chunks) * {_CHUNK}",
         "row = place // columns",
@@ -181,6 +182,11 @@ def _text(program: Program) -> str:
     return "\n".join([*lines, ""])
 
 
+def _waits(program: Program) -> bool:
+    """Return whether the elements take less time to compute than to load."""
+    return program.cost <= 2 * (len(program.operands) + len(program.results))
+
+
 def _parameters(program: Program) -> list[float]:
     """Return the constants that the function takes as parameters.
 
@@ -198,7 +204,12 @@ def _make_function(text: str, program: Program) -> Callable[..., Any]:
     """Return the function of a text, whose source `inspect` can find."""
     # The name is that of the cached source, so it must be one of this text alone.
     name = f"<ortgrad {hashlib.sha256(text.encode()).hexdigest()}>"
-    variables: dict[str, Any] = {**COMPILED, "fetch": fetch, "put": put}
+    variables: dict[str, Any] = {
+        **COMPILED,
+        "fetch": fetch,
+        "put": put,
+        "use_short_vectors": use_short_vectors,
+    }
     for step in program.steps:
         own = own_kernel(step.operator)
         if own is not None:

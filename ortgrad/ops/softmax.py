@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
-from ortgrad.compiled.functions import SUMS, double, doubles, exp
+from ortgrad.compiled.functions import SUMS, double, doubles, exp, use_short_vectors
 from ortgrad.errors import NodeError
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.contract import with_axis
@@ -139,6 +139,7 @@ def softmax_grad_rows(
 
 
 def _softmax_row(dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
+    use_short_vectors()
     total = double(0.0)
     for first in range(0, len(dx), CHUNK):
         a, b, part = dy[first : first + CHUNK], y[first : first + CHUNK], 0.0
