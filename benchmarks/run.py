@@ -3,10 +3,10 @@
     python benchmarks/run.py [--only SUBSTRING] [--peers NAME ...] [--rounds N] [--threads N] [--json FILE]
     python benchmarks/run.py --per-node [--rounds N] [--threads N]
 
-The first run makes the peers' environments under .benchmarks/. Every peer is a process of its own;
-they take turns, round by round, so that noise hits all alike, and their results are compared, so that nothing
-wrong is timed. In every round the case is loaded anew. A round's time is the best call of a burst; times are medians over the rounds, ratios medians
-of the ratios within a round.
+The first run makes the peers' environments under .benchmarks/. Every peer is a process of its own; they take
+turns, round by round, so that noise hits all alike, and their results are compared, so that nothing wrong is
+timed. In every round the case is loaded anew. A round's time is the best call of a burst; times are medians
+over the rounds, ratios medians of the ratios within a round.
 
 Inputs are bound once, and sessions write their outputs to memory that they keep. By default the peers use as
 many threads as they choose, and the time is that on the clock. With --threads 1 it is CPU time, which other

@@ -1,7 +1,8 @@
-"""The benchmark's table covers the gradient operators, and its inputs are what they should be."""
+"""The benchmark's table covers the gradient operators, its inputs are what they should be, and peers run."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def cases(monkeypatch: pytest.MonkeyPatch):
 
     yield cases
     del sys.modules["cases"]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import worker
+
+    yield worker
+    for name in ("worker", "serving"):
+        del sys.modules[name]
 
 
 def test_every_gradient_operator_of_these_families_is_timed(cases) -> None:
@@ -57,3 +68,30 @@ def test_derived_inputs(cases) -> None:
         torch.from_numpy(feeds["X"]), torch.from_numpy(feeds["H0"]), module, True, 1, 0.0, False, False, False
     )
     np.testing.assert_allclose(feeds["HAll"][:, 0], states.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("peer", ["auto", "compiled", "onnx", "python", "registered", "torch"])
+def test_peers_compute_the_same(cases, worker, peer: str, tmp_path: Path) -> None:
+    """A chain of nodes, with a thread each; bound inputs are aligned and stay alive."""
+    random = np.random.default_rng(0)
+    dy, x = (random.standard_normal(64).astype(np.float32) for _ in range(2))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(cases.chain(3).SerializeToString())
+    request = {"op_type": "chain", "attributes": {"count": 3}, "outputs": ["dX"], "model": str(path)}
+    load = worker.PEERS[peer]() if peer in worker.PEERS else worker.ortgrad_peer(peer)
+    threads = torch.get_num_threads()
+    try:
+        fed = {name: worker.aligned(array) for name, array in (("dY", dy), ("X", x))}
+        assert all(array.ctypes.data % worker.ALIGNMENT == 0 for array in fed.values())
+        run, results = load({**request, "threads": 1}, fed)
+        for _ in range(2):
+            found = results(run())
+        np.testing.assert_array_equal(found["dX"], np.where(x > 0, dy, 0))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_calls_are_timed_with_the_given_clock(worker) -> None:
+    ticks = itertools.count()
+    taken = sys.modules["serving"].seconds(lambda: next(ticks), 3, lambda: next(ticks))
+    assert taken == [2, 2, 2]
