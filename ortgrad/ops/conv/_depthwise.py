@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import (
+    SUMS,
     TILE,
     add_up,
     allocate,
@@ -45,6 +46,7 @@ from ortgrad.ops.conv._depthwise_plan import (
     DY_BOX,
     DY_PITCH,
     DY_PLACE,
+    DY_WIDTH,
     FILTERS,
     LAST_PRODUCT,
     LAST_ROW,
@@ -71,15 +73,17 @@ from ortgrad.ops.conv._depthwise_plan import (
     SKIPS,
     STRIP_FIELDS,
     STRIPS,
-    SUMS,
+    SUM_BOX,
     TAPS,
     WANTED,
     X_BOX,
     X_COUNT,
     X_FIRST,
+    X_LINE,
     X_PITCH,
     X_PLACE,
     X_STEP,
+    X_WIDTH,
     Y_COUNT,
     Y_FIRST,
     Division,
@@ -92,6 +96,8 @@ if TYPE_CHECKING:
 
 # The memory of two squares of elements that are transposed.
 _SQUARES = 2 * TILE * TILE + TILE
+# Vectors of a box that are cleared at once.
+_SMALL = 128
 
 
 def _division(x: Sizes, w: Sizes, y: Sizes, attributes: dict[str, Any]) -> Division | None:
@@ -170,15 +176,15 @@ def convolve_strip(
     taps, filters, outputs = geometry[TAPS], geometry[FILTERS], geometry[OUTPUTS]
     plane = sample * geometry[CHANNELS] + channel
     sums = geometry[X_BOX]
-    weights = sums + geometry[SUMS] + TILE * TILE
+    weights = sums + geometry[SUM_BOX] + TILE * TILE
     bias = weights + taps * TILE
     squares = bias + TILE
     allocated = allocate(squares + _SQUARES + TILE)
     if len(allocated) == 0:
         return True
     memory, failed = aligned(allocated), False
-    clear(memory, 0, geometry[X_BOX])
     start, count = plane * geometry[SIZE] + strip[X_FIRST], strip[X_COUNT]
+    _clear_around(memory, 0, geometry[X_BOX], strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
     _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
     for i in range(filters):
         first = channel * filters + i
@@ -237,7 +243,7 @@ def differentiate_strip(
     plane = sample * geometry[CHANNELS] + channel
     embedded = geometry[X_BOX]
     sums = embedded + geometry[DY_BOX]
-    weights = sums + geometry[SUMS] + TILE * TILE
+    weights = sums + geometry[SUM_BOX] + TILE * TILE
     totals = weights + taps * TILE
     zeros = totals + (taps + 1) * TILE
     squares = zeros + TILE
@@ -245,15 +251,17 @@ def differentiate_strip(
     if len(allocated) == 0:
         return True
     memory, failed = aligned(allocated), False
-    clear(memory, 0, sums)
     clear(memory, zeros, TILE)
     if wanted & 2:
         start, count = plane * geometry[SIZE] + strip[X_FIRST], strip[X_COUNT]
+        _clear_around(memory, 0, embedded, strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
         _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
     stride = filters * geometry[OUTPUTS]
-    dy_place = embedded + geometry[DY_PLACE]
+    dy_place, count = embedded + geometry[DY_PLACE], strip[Y_COUNT]
+    width, pitch = geometry[DY_WIDTH], geometry[DY_PITCH] // TILE
+    _clear_around(memory, embedded, geometry[DY_BOX], geometry[DY_PLACE], count, width, pitch)
     for i in range(filters):
-        start, count = (plane * filters + i) * geometry[OUTPUTS] + strip[Y_FIRST], strip[Y_COUNT]
+        start = (plane * filters + i) * geometry[OUTPUTS] + strip[Y_FIRST]
         _load_planes(memory, dy_place, dy_places, dy, start, stride, count, lanes, squares)
         if wanted & 1:
             first = (channel * filters + i) * taps
@@ -328,24 +336,48 @@ def add_strips(
     tap_places: np.ndarray,
     starts: np.ndarray,
     row_starts: np.ndarray,
-) -> None:
+) -> bool:
     """Add what the strips of all samples contribute to dW and dB of some filters."""
     filters, taps, totals = geometry[FILTERS], geometry[TAPS], doubles()
-    channel = task // filters * TILE
-    first = channel * filters + task % filters
-    for t in range(taps + 1 if geometry[WANTED] & 4 else taps):
-        for lane in range(TILE):
-            totals[lane] = 0
+    channel, size = task // filters * TILE, (taps + 1) * TILE
+    first, lanes = channel * filters + task % filters, min(TILE, geometry[CHANNELS] - channel)
+    memory = allocate(size + TILE * TILE + _SQUARES)
+    if len(memory) == 0:
+        return True
+    for begin in range(0, size, SUMS):
+        values = memory[begin : min(begin + SUMS, size)]
+        for k in range(len(values)):
+            totals[k] = 0
         for number in range(partial.shape[0]):
-            values = partial[number, task, t * TILE : (t + 1) * TILE]
-            for lane in range(TILE):
-                totals[lane] += double(values[lane])
-        for lane in range(min(TILE, geometry[CHANNELS] - channel)):
-            m = first + lane * filters
-            if t == taps:
-                db[m] = totals[lane]
-            elif geometry[WANTED] & 2:
-                dw[m * taps + t] = totals[lane]
+            part = partial[number, task, begin : begin + len(values)]
+            for k in range(len(values)):
+                totals[k] += double(part[k])
+        for k in range(len(values)):
+            values[k] = totals[k]
+    if geometry[WANTED] & 2:
+        _store_planes(dw, first * taps, filters * taps, memory, 0, taps, lanes, size + TILE * TILE)
+    for lane in range(lanes if geometry[WANTED] & 4 else 0):
+        db[first + lane * filters] = memory[taps * TILE + lane]
+    release(memory)
+    return False
+
+
+def _clear_around(
+    memory: np.ndarray, box: int, size: int, place: int, count: int, width: int, pitch: int
+) -> None:
+    """Clear a box, except where rows with `count` elements in all will be."""
+    if size < _SMALL * TILE or count == 0:
+        clear(memory, box, size)
+        return
+    clear(memory, box, place)
+    if pitch == width:
+        place += count * TILE
+    for _ in range(count // width if pitch > width else 0):
+        # The next row.
+        end = min(place + pitch * TILE, size)
+        clear(memory, box + place + width * TILE, end - place - width * TILE)
+        place = end
+    clear(memory, box + place, size - place)
 
 
 def _load_planes(

@@ -28,11 +28,12 @@ _TERMS = 256
 # Places in `geometry`.
 CHANNELS, FILTERS, BLOCKS, STRIPS, TAPS = range(5)  # filters of a channel, blocks of channels, strips of a plane
 SIZE, OUTPUTS = 5, 6  # of a plane
-X_BOX, DY_BOX, SUMS = 7, 8, 9  # sizes
+X_BOX, DY_BOX, SUM_BOX = 7, 8, 9  # sizes
 X_STEP, X_PITCH, DY_PITCH, DX_STEP = range(10, 14)  # from a position, or row, of Y or dX to the next
 WANTED = 14
 SKIPS = 15  # whether products of dY with padding are left out
 DY_PLACE = 16  # where dY begins in its box
+X_WIDTH, X_LINE, DY_WIDTH = 17, 18, 19  # elements of a row of X or dY, and vectors of one of the box of X
 
 # Numbers of a strip: the elements of X, of dY or Y, and of dX, where X begins in its box and where the rows of
 # dY do that belong to the strip, their number and length, the first and last row and product.
@@ -106,10 +107,14 @@ class Division:
         return low, max(low, min(last, self.win.sizes[0])) if bottom > top else low
 
     def _tables(self, strips: list[list[int]], rows: list[int], products: list[int]) -> Tables:
-        geometry = [0] * 17
+        geometry = [0] * 20
         geometry[STRIPS], geometry[TAPS] = len(strips), math.prod(self.win.kernel)
         geometry[SIZE], geometry[OUTPUTS] = math.prod(self.win.sizes), math.prod(self.win.outputs)
         step = self.win.strides[0] * self._x_pitch
+        geometry[X_WIDTH], geometry[X_LINE], geometry[DY_WIDTH] = (
+            *(self.win.sizes[1], self._x_pitch),
+            self.win.outputs[1],
+        )
         geometry[X_STEP] = (step if self._is_line else self.win.strides[1]) * TILE
         geometry[X_PITCH], geometry[DY_PITCH] = step * TILE, self._dy_columns[1] * TILE
         geometry[DX_STEP] = (self.win.strides[0] if self._is_line else self.win.strides[1]) * TILE
@@ -151,7 +156,7 @@ class Division:
         tables = self._tables(strips, [number for row in rows for number in row], [])
         most = max(bottom - top for top, bottom in bounds)
         tables.geometry[X_BOX] = ((most - 1) * win.strides[0] + win.extents[0]) * pitch * TILE
-        tables.geometry[SUMS] = most * width * TILE
+        tables.geometry[SUM_BOX] = most * width * TILE
         return tables
 
     def backward(self, dx: bool, dw: bool) -> Tables:
@@ -205,7 +210,7 @@ class Division:
             tables.geometry[X_BOX] = ((most - 1) * stride + win.extents[0]) * pitch * TILE
         tables.geometry[DY_PLACE] = before * TILE
         tables.geometry[DY_BOX] = (most + reach) * dy_pitch * TILE
-        tables.geometry[SUMS] = most * stride * win.sizes[1] * TILE if dx else 0
+        tables.geometry[SUM_BOX] = most * stride * win.sizes[1] * TILE if dx else 0
         tables.geometry[SKIPS] = int(dw and len(groups) > 1)
         return tables._replace(tap_places=classes.tap_places, row_starts=classes.starts)
 
