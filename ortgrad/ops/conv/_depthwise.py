@@ -69,12 +69,14 @@ from ortgrad.ops.conv._depthwise_plan import (
     ROW_PLACE,
     ROW_SOURCE,
     ROW_TAP,
+    SAMPLES,
     SIZE,
     SKIPS,
     STRIP_FIELDS,
     STRIPS,
     SUM_BOX,
     TAPS,
+    UNITS,
     WANTED,
     X_BOX,
     X_COUNT,
@@ -96,6 +98,8 @@ if TYPE_CHECKING:
 
 # The memory of two squares of elements that are transposed.
 _SQUARES = 2 * TILE * TILE + TILE
+# The work of a task, if there are several planes in it: as much as another thread is started for.
+_WORK = 1 << 15
 # Vectors of a box that are cleared at once.
 _SMALL = 128
 
@@ -110,11 +114,13 @@ def _division(x: Sizes, w: Sizes, y: Sizes, attributes: dict[str, Any]) -> Divis
     return Division(in_two_dimensions(win))
 
 
-def _numbers(tables: Tables, x: Sizes, w: Sizes) -> tuple[dict[str, list[int]], int]:
-    """Return the numbers of a plan, and the number of its tasks."""
+def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> int:
+    """Complete the tables, if a plane has so much work, and return the number of tasks."""
     geometry = tables.geometry
-    geometry[CHANNELS], geometry[FILTERS], geometry[BLOCKS] = x[1], w[0] // x[1], -(-x[1] // TILE)
-    return tables._asdict(), x[0] * geometry[BLOCKS] * geometry[STRIPS]
+    geometry[SAMPLES], geometry[CHANNELS], geometry[FILTERS] = *x[:2], w[0] // x[1]
+    geometry[BLOCKS] = -(-x[1] // TILE)
+    geometry[UNITS] = max(1, _WORK // (work * TILE)) if geometry[STRIPS] == 1 else 1
+    return -(-x[0] * geometry[BLOCKS] // geometry[UNITS]) * geometry[STRIPS]
 
 
 def plan_grad(
@@ -125,18 +131,19 @@ def plan_grad(
     if division is None:
         return None
     tables = division.backward(dx is not None, dw is not None)
-    numbers, tasks = _numbers(tables, x, w)
     geometry = tables.geometry
+    taps, filters = geometry[TAPS], w[0] // x[1]
+    work = filters * geometry[OUTPUTS] * (taps + 4) // 4 + geometry[SIZE] + 32
+    tasks = _divide(tables, x, w, work)
     geometry[WANTED] = (dx is not None) + 2 * (dw is not None) + 4 * (db is not None)
-    taps, blocks = geometry[TAPS], geometry[BLOCKS] * geometry[FILTERS]
-    sums = blocks if geometry[WANTED] > 1 else 0
+    sums = geometry[BLOCKS] * filters if geometry[WANTED] > 1 else 0
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(tasks, sums),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
-        numbers=numbers,
-        work=x[0] * w[0] * (geometry[OUTPUTS] * taps // 8 + geometry[SIZE] + 32),
-        scratch=[(x[0] * geometry[STRIPS], blocks, (taps + 1) * TILE) if sums else (0, 0, 0)],
+        numbers=tables._asdict(),
+        work=x[0] * x[1] * work,
+        scratch=[(x[0] * geometry[STRIPS], sums, (taps + 1) * TILE)],
     )
 
 
@@ -146,12 +153,13 @@ def plan(x: Sizes, w: Sizes, b: Sizes | None, y: Sizes, **attributes: Any) -> Pl
     if division is None:
         return None
     tables = division.forward()
-    numbers, tasks = _numbers(tables, x, w)
+    positions, taps = tables.geometry[OUTPUTS], tables.geometry[TAPS]
+    work = w[0] // x[1] * positions * (taps + 8) // 8 + tables.geometry[SIZE] + 32
     return Plan(
-        tasks=tasks,
+        tasks=_divide(tables, x, w, work),
         views=[(math.prod(x),), (math.prod(w),), b or (0,), (math.prod(y),)],
-        numbers=numbers,
-        work=x[0] * w[0] * (tables.geometry[OUTPUTS] * tables.geometry[TAPS] // 16 + 32),
+        numbers=tables._asdict(),
+        work=x[0] * x[1] * work,
     )
 
 
@@ -168,48 +176,51 @@ def convolve_strip(
     tap_places: np.ndarray,
     row_starts: np.ndarray,
 ) -> bool:
-    """Compute a strip of the outputs of up to TILE channels."""
+    """Compute a strip of the outputs of up to TILE channels, or of some samples and blocks of channels."""
     strip = strips[task % geometry[STRIPS] * STRIP_FIELDS :]
-    task //= geometry[STRIPS]
-    sample, channel = task // geometry[BLOCKS], task % geometry[BLOCKS] * TILE
-    lanes = min(TILE, geometry[CHANNELS] - channel)
     taps, filters, outputs = geometry[TAPS], geometry[FILTERS], geometry[OUTPUTS]
-    plane = sample * geometry[CHANNELS] + channel
     sums = geometry[X_BOX]
     weights = sums + geometry[SUM_BOX] + TILE * TILE
-    bias = weights + taps * TILE
-    squares = bias + TILE
+    biases = weights + filters * taps * TILE
+    squares = biases + filters * TILE
     allocated = allocate(squares + _SQUARES + TILE)
     if len(allocated) == 0:
         return True
     memory, failed = aligned(allocated), False
-    start, count = plane * geometry[SIZE] + strip[X_FIRST], strip[X_COUNT]
+    count = strip[X_COUNT]
     _clear_around(memory, 0, geometry[X_BOX], strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
-    _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
-    for i in range(filters):
-        first = channel * filters + i
-        _load_planes(memory, weights, tap_places, w, first * taps, filters * taps, taps, lanes, squares)
-        failed = failed or _is_not_finite(memory, weights, taps * TILE)
-        for lane in range(TILE):
-            memory[bias + lane] = b[first + lane * filters] if len(b) > 0 and lane < lanes else 0.0
-        for number in range(strip[ROW], strip[LAST_ROW]):
-            row = rows[number * ROW_FIELDS :]
-            convolve(
-                memory,
-                sums + row[ROW_PLACE],
-                TILE,
-                bias,
-                0,
-                row[ROW_SOURCE],
-                geometry[X_STEP],
-                weights,
-                row_starts,
-                row[ROW_TAP],
-                row[ROW_LAST_TAP],
-                row[ROW_LENGTH],
-            )
-        start = (plane * filters + i) * outputs + strip[Y_FIRST]
-        _store_planes(y, start, filters * outputs, memory, sums, strip[Y_COUNT], lanes, squares)
+    begin, end = _units(task, geometry)
+    for unit in range(begin, end):
+        channel, sample = unit // geometry[SAMPLES] * TILE, unit % geometry[SAMPLES]
+        lanes = min(TILE, geometry[CHANNELS] - channel)
+        if unit == begin or sample == 0:
+            _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
+            failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
+            clear(memory, biases, filters * TILE)
+            for k in range(lanes * filters if len(b) > 0 else 0):
+                memory[biases + k % filters * TILE + k // filters] = b[channel * filters + k]
+        plane = sample * geometry[CHANNELS] + channel
+        start = plane * geometry[SIZE] + strip[X_FIRST]
+        _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
+        for i in range(filters):
+            for number in range(strip[ROW], strip[LAST_ROW]):
+                row = rows[number * ROW_FIELDS :]
+                convolve(
+                    memory,
+                    sums + row[ROW_PLACE],
+                    TILE,
+                    biases + i * TILE,
+                    0,
+                    row[ROW_SOURCE],
+                    geometry[X_STEP],
+                    weights + i * taps * TILE,
+                    row_starts,
+                    row[ROW_TAP],
+                    row[ROW_LAST_TAP],
+                    row[ROW_LENGTH],
+                )
+            start = (plane * filters + i) * outputs + strip[Y_FIRST]
+            _store_planes(y, start, filters * outputs, memory, sums, strip[Y_COUNT], lanes, squares)
     release(allocated)
     return failed
 
@@ -233,18 +244,16 @@ def differentiate_strip(
     starts: np.ndarray,
     row_starts: np.ndarray,
 ) -> bool:
-    """Compute a strip of dX of up to TILE channels, and what the same rows of dY add to dW and dB."""
+    """Compute a strip of dX of up to TILE channels, and what the same rows of dY add to dW and dB.
+
+    Where strips are whole planes, a task has some samples and blocks of channels.
+    """
     strip = strips[task % geometry[STRIPS] * STRIP_FIELDS :]
-    sample = task // geometry[STRIPS] // geometry[BLOCKS]
-    block = task // geometry[STRIPS] % geometry[BLOCKS]
-    channel = block * TILE
-    lanes = min(TILE, geometry[CHANNELS] - channel)
     taps, filters, wanted = geometry[TAPS], geometry[FILTERS], geometry[WANTED]
-    plane = sample * geometry[CHANNELS] + channel
     embedded = geometry[X_BOX]
     sums = embedded + geometry[DY_BOX]
     weights = sums + geometry[SUM_BOX] + TILE * TILE
-    totals = weights + taps * TILE
+    totals = weights + filters * taps * TILE
     zeros = totals + (taps + 1) * TILE
     squares = zeros + TILE
     allocated = allocate(squares + _SQUARES + TILE)
@@ -252,21 +261,27 @@ def differentiate_strip(
         return True
     memory, failed = aligned(allocated), False
     clear(memory, zeros, TILE)
-    if wanted & 2:
-        start, count = plane * geometry[SIZE] + strip[X_FIRST], strip[X_COUNT]
-        _clear_around(memory, 0, embedded, strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
-        _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
-    stride = filters * geometry[OUTPUTS]
-    dy_place, count = embedded + geometry[DY_PLACE], strip[Y_COUNT]
+    x_count, dy_count, dy_place = strip[X_COUNT], strip[Y_COUNT], geometry[DY_PLACE]
+    _clear_around(memory, 0, embedded, strip[X_PLACE], x_count, geometry[X_WIDTH], geometry[X_LINE])
     width, pitch = geometry[DY_WIDTH], geometry[DY_PITCH] // TILE
-    _clear_around(memory, embedded, geometry[DY_BOX], geometry[DY_PLACE], count, width, pitch)
-    for i in range(filters):
-        start = (plane * filters + i) * geometry[OUTPUTS] + strip[Y_FIRST]
-        _load_planes(memory, dy_place, dy_places, dy, start, stride, count, lanes, squares)
-        if wanted & 1:
-            first = (channel * filters + i) * taps
-            _load_planes(memory, weights, tap_places, w, first, filters * taps, taps, lanes, squares)
-            failed = failed or _is_not_finite(memory, weights, taps * TILE)
+    _clear_around(memory, embedded, geometry[DY_BOX], dy_place, dy_count, width, pitch)
+    dy_place += embedded
+    begin, end = _units(task, geometry)
+    for unit in range(begin, end):
+        block, sample = unit // geometry[SAMPLES], unit % geometry[SAMPLES]
+        channel = block * TILE
+        lanes = min(TILE, geometry[CHANNELS] - channel)
+        plane = sample * geometry[CHANNELS] + channel
+        if wanted & 1 and (unit == begin or sample == 0):
+            _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
+            failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
+        if wanted & 2:
+            start = plane * geometry[SIZE] + strip[X_FIRST]
+            _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], x_count, lanes, squares)
+        for i in range(filters):
+            start, stride = (plane * filters + i) * geometry[OUTPUTS], filters * geometry[OUTPUTS]
+            start += strip[Y_FIRST]
+            _load_planes(memory, dy_place, dy_places, dy, start, stride, dy_count, lanes, squares)
             for number in range(strip[ROW], strip[LAST_ROW]):
                 row = rows[number * ROW_FIELDS :]
                 place = sums + row[ROW_PLACE]
@@ -278,13 +293,14 @@ def differentiate_strip(
                     geometry[DX_STEP] if i > 0 else 0,
                     embedded + row[ROW_SOURCE],
                     TILE,
-                    weights,
+                    weights + i * taps * TILE,
                     row_starts,
                     row[ROW_TAP],
                     row[ROW_LAST_TAP],
                     row[ROW_LENGTH],
                 )
-        if wanted > 1:
+            if wanted == 1:
+                continue
             clear(memory, totals, taps * TILE)
             for number in range(strip[PRODUCT], strip[LAST_PRODUCT]):
                 product = products[number * PRODUCT_FIELDS :]
@@ -302,18 +318,18 @@ def differentiate_strip(
                     product[PRODUCT_ROWS],
                     product[PRODUCT_LENGTH],
                 )
+            checked = taps
             if wanted & 4 or geometry[SKIPS] != 0:
-                place = embedded + strip[OWN_PLACE]
-                last = totals + taps * TILE
+                place, last = embedded + strip[OWN_PLACE], totals + taps * TILE
                 add_up(memory, last, place, geometry[DY_PITCH], strip[OWN_ROWS], strip[OWN_LENGTH])
-            # If dY is not finite, its sum is not.
-            checked = taps + 1 if geometry[SKIPS] != 0 else taps
+                # If dY is not finite, neither is its sum.
+                checked += geometry[SKIPS]
             failed = failed or _is_not_finite(memory, totals, checked * TILE)
             into = partial[sample * geometry[STRIPS] + task % geometry[STRIPS], block * filters + i]
             copy_elements(into, 0, memory, totals, (taps + 1) * TILE)
-    if wanted & 1:
-        start, count = plane * geometry[SIZE] + strip[DX_FIRST], strip[DX_COUNT]
-        _store_planes(dx, start, geometry[SIZE], memory, sums, count, lanes, squares)
+        if wanted & 1:
+            start = plane * geometry[SIZE] + strip[DX_FIRST]
+            _store_planes(dx, start, geometry[SIZE], memory, sums, strip[DX_COUNT], lanes, squares)
     release(allocated)
     return failed
 
@@ -360,6 +376,29 @@ def add_strips(
         db[first + lane * filters] = memory[taps * TILE + lane]
     release(memory)
     return False
+
+
+def _units(task: int, geometry: np.ndarray) -> tuple[int, int]:
+    """Return the first and last unit of a task: a sample and a block of channels."""
+    first = task // geometry[STRIPS] * geometry[UNITS]
+    return first, min(first + geometry[UNITS], geometry[SAMPLES] * geometry[BLOCKS])
+
+
+def _load_weights(
+    memory: np.ndarray,
+    place: int,
+    tap_places: np.ndarray,
+    w: np.ndarray,
+    channel: int,
+    lanes: int,
+    squares: int,
+    geometry: np.ndarray,
+) -> None:
+    """Transpose the weights of all filters of some channels."""
+    taps, filters = geometry[TAPS], geometry[FILTERS]
+    for i in range(filters):
+        start, into = (channel * filters + i) * taps, place + i * taps * TILE
+        _load_planes(memory, into, tap_places, w, start, filters * taps, taps, lanes, squares)
 
 
 def _clear_around(

@@ -33,6 +33,7 @@ X_STEP, X_PITCH, DY_PITCH, DX_STEP = range(10, 14)  # from a position, or row, o
 WANTED = 14
 SKIPS = 15  # whether products of dY with padding are left out
 DY_PLACE = 16  # where dY begins in its box
+SAMPLES, UNITS = 20, 21  # units of a task: pairs of a sample and a block of channels
 X_WIDTH, X_LINE, DY_WIDTH = 17, 18, 19  # elements of a row of X or dY, and vectors of one of the box of X
 
 # Numbers of a strip: the elements of X, of dY or Y, and of dX, where X begins in its box and where the rows of
@@ -107,7 +108,7 @@ class Division:
         return low, max(low, min(last, self.win.sizes[0])) if bottom > top else low
 
     def _tables(self, strips: list[list[int]], rows: list[int], products: list[int]) -> Tables:
-        geometry = [0] * 20
+        geometry = [0] * 22
         geometry[STRIPS], geometry[TAPS] = len(strips), math.prod(self.win.kernel)
         geometry[SIZE], geometry[OUTPUTS] = math.prod(self.win.sizes), math.prod(self.win.outputs)
         step = self.win.strides[0] * self._x_pitch
