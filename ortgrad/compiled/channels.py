@@ -30,19 +30,7 @@ def spread(_: Any, into: Any, base: Any, places: Any, first: Any, source: Any, s
         into, places, source, stride = function.args
         kind = ir.VectorType(element, TILE)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        rows = [_load(builder, source, builder.mul(stride, _WORD(i)), kind) for i in range(TILE)]
-        half = TILE // 2
-        # In every step rows i and i + 8 are interleaved; after four of them, the square is transposed.
-        masks = [
-            ir.Constant(
-                ir.VectorType(ir.IntType(32), TILE), [k // 2 + first + (k % 2) * TILE for k in range(TILE)]
-            )
-            for first in (0, half)
-        ]
-        for _ in range(TILE.bit_length() - 1):
-            rows = [
-                builder.shuffle_vector(rows[i], rows[i + half], mask) for i in range(half) for mask in masks
-            ]
+        rows = instructions.transposed(builder, source, stride, element, TILE)
         for i, row in enumerate(rows):
             _store(builder, row, into, builder.load(builder.gep(places, [_WORD(i)])))
         builder.ret_void()
