@@ -8,7 +8,6 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ortgrad.compiled import instructions
@@ -22,13 +21,14 @@ _POSITIONS, _TAPS = 8, 9
 
 
 @intrinsic
-def spread(_: Any, into: Any, base: Any, places: Any, first: Any, source: Any, start: Any, stride: Any) -> Any:
+def spread(
+    _: Any, into: Any, base: Any, places: Any, first: Any, source: Any, start: Any, stride: Any
+) -> Any:
     """Transpose a square of TILE numbers (see ortgrad.compiled.functions)."""
     element = _element(source)
 
     def write(function: Any) -> None:
         into, places, source, stride = function.args
-        kind = ir.VectorType(element, TILE)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         rows = instructions.transposed(builder, source, stride, element, TILE)
         for i, row in enumerate(rows):
@@ -166,9 +166,7 @@ def correlate(
             sums, values, pitch, source, source_pitch, source_step, starts, rows, count = function.args
             kind = ir.VectorType(element, TILE)
             builder = ir.IRBuilder(function.append_basic_block("entry"))
-            taps = [
-                builder.gep(source, [builder.load(builder.gep(starts, [_WORD(i)]))]) for i in range(size)
-            ]
+            taps = [builder.gep(source, [builder.load(builder.gep(starts, [_WORD(i)]))]) for i in range(size)]
 
             def row(number: Any, totals: Sequence[Any]) -> list[Any]:
                 line = builder.gep(values, [builder.mul(number, pitch)])

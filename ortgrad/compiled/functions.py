@@ -201,8 +201,9 @@ def convolve(
 ) -> None:
     """Compute weighted sums of vectors of TILE numbers in registers, for consecutive positions.
 
-    For k < count, the vector at sums + k * step is that at initial + k * initial_step and the sum, over t from
-    first to last, of the products of that at weights + t * TILE and that at source + starts[t] + k * source_step.
+    For k < count, the vector at sums + k * step is that at initial + k * initial_step and the sum, over t
+    from first to last, of the products of that at weights + t * TILE and that at
+    source + starts[t] + k * source_step.
     """
     for k in range(count):
         for i in range(TILE):
@@ -229,8 +230,8 @@ def correlate(
 ) -> None:
     """Compute sums of products of vectors of TILE numbers in registers, and add them to what is there.
 
-    For t from first to last, the vector at sums + (t - first) * TILE becomes larger by the sum, over row < rows
-    and k < count, of the products of that at values + row * pitch + k * TILE and that at
+    For t from first to last, what is added to the vector at sums + (t - first) * TILE is the sum, over
+    row < rows and k < count, of the products of that at values + row * pitch + k * TILE and that at
     source + row * source_pitch + starts[t] + k * source_step.
     """
     for t in range(first, last):
@@ -244,9 +245,9 @@ def correlate(
 
 
 def add_up(memory: np.ndarray, sums: int, values: int, pitch: int, rows: int, count: int) -> None:
-    """The vector at sums is the sum, over row < rows and k < count, of those at values + row * pitch + k * TILE.
+    """Add up vectors of TILE numbers in double precision.
 
-    It is computed in double precision.
+    The vector at sums is the sum, over row < rows and k < count, of those at values + row * pitch + k * TILE.
     """
     for i in range(TILE):
         total = 0.0

@@ -350,7 +350,8 @@ def transposed(builder: Any, source: Any, stride: Any, element: Any, size: int) 
     for first in range(0, size, 4):
         # Vector i has four numbers of each of the rows i, i + 4, i + 8, ...: loading them so takes no
         # instruction that moves numbers within a vector. Then every square of four is transposed.
-        vectors = [join([load_vector(builder, row, first, kind, align) for row in rows[i::4]]) for i in range(4)]
+        parts = [[load_vector(builder, row, first, kind, align) for row in rows[i::4]] for i in range(4)]
+        vectors = [join(part) for part in parts]
         for _ in range(2):
             vectors = [shuffle(vectors[i], vectors[i + 2], places) for i in (0, 1) for places in (low, high)]
         columns += vectors

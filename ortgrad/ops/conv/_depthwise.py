@@ -1,14 +1,14 @@
 """Depthwise convolutions for Numba: every filter reads one channel, so TILE channels are computed at once.
 
-A task transposes some rows of TILE channels, so that a vector holds one position of them: neither strides nor
-short rows nor edges waste any part of a vector then. With E for dY, with zeros beside it, and s for the stride,
+A task transposes some rows of TILE channels, so that a vector holds one position of them. Strides, edges and
+short rows waste no part of a vector then. With s for the stride, and E for dY with zeros beside it,
 
     Y[p] = B + sum over taps t of W[t] X[s p + t]
     dW[t] = sum over p of E[p] X[s p + t]
     dX[p] = sum over t with the remainder of p / s of W[t] E[(p - t) / s]
 
-The results are transposed back. Products with padding, and with the zeros of E, are left out in part. They must
-vanish, so the NumPy kernel takes over if W contains NaN or infinities, and for dW if X or dY may.
+The results are transposed back. Some products with padding, and with the zeros of E, are left out. They must
+vanish, so the NumPy kernel takes over if W contains NaN or infinities, and if dW does because X or dY may.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ortgrad.ops.conv._depthwise_plan import (
     DX_FIRST,
     DX_STEP,
     DY_BOX,
-    DY_PITCH,
+    DY_LINE,
     DY_PLACE,
     DY_WIDTH,
     FILTERS,
@@ -263,7 +263,7 @@ def differentiate_strip(
     clear(memory, zeros, TILE)
     x_count, dy_count, dy_place = strip[X_COUNT], strip[Y_COUNT], geometry[DY_PLACE]
     _clear_around(memory, 0, embedded, strip[X_PLACE], x_count, geometry[X_WIDTH], geometry[X_LINE])
-    width, pitch = geometry[DY_WIDTH], geometry[DY_PITCH] // TILE
+    width, pitch = geometry[DY_WIDTH], geometry[DY_LINE]
     _clear_around(memory, embedded, geometry[DY_BOX], dy_place, dy_count, width, pitch)
     dy_place += embedded
     begin, end = _units(task, geometry)
@@ -308,7 +308,7 @@ def differentiate_strip(
                     memory,
                     totals + product[PRODUCT_TAP] * TILE,
                     embedded + product[PRODUCT_DY],
-                    geometry[DY_PITCH],
+                    pitch * TILE,
                     product[PRODUCT_X],
                     geometry[X_PITCH],
                     geometry[X_STEP],
@@ -321,7 +321,7 @@ def differentiate_strip(
             checked = taps
             if wanted & 4 or geometry[SKIPS] != 0:
                 place, last = embedded + strip[OWN_PLACE], totals + taps * TILE
-                add_up(memory, last, place, geometry[DY_PITCH], strip[OWN_ROWS], strip[OWN_LENGTH])
+                add_up(memory, last, place, pitch * TILE, strip[OWN_ROWS], strip[OWN_LENGTH])
                 # If dY is not finite, neither is its sum.
                 checked += geometry[SKIPS]
             failed = failed or _is_not_finite(memory, totals, checked * TILE)

@@ -1,10 +1,11 @@
 """How depthwise convolutions are divided into strips, and the places of all vectors there.
 
-A strip is some rows of a plane. It has boxes in the memory of a task: of the padded X, of dY with zeros beside
-it, and of the sums, which are Y or dX. They consist of vectors, which hold one position of TILE channels.
-Places in them are computed here, so that kernels only read tables.
+A strip is some rows of a plane. It has boxes in the memory of a task: for the padded X, for dY with zeros
+beside it, and for the sums, which are Y or dX. They consist of vectors, which hold one position of TILE
+channels. Places in them are computed here, so that kernels only read tables.
 
-In one dimension, rows are single elements. What belongs to one row otherwise belongs to many of them then.
+In one dimension, every element is a row, so that strips are some of them. Rows with the same taps are computed
+together then.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ _STRIP = 4096
 _TERMS = 256
 
 # Places in `geometry`.
-CHANNELS, FILTERS, BLOCKS, STRIPS, TAPS = range(5)  # filters of a channel, blocks of channels, strips of a plane
-SIZE, OUTPUTS = 5, 6  # of a plane
-X_BOX, DY_BOX, SUM_BOX = 7, 8, 9  # sizes
-X_STEP, X_PITCH, DY_PITCH, DX_STEP = range(10, 14)  # from a position, or row, of Y or dX to the next
-WANTED = 14
-SKIPS = 15  # whether products of dY with padding are left out
+SAMPLES, CHANNELS, FILTERS, BLOCKS = range(4)  # filters of a channel, blocks of TILE channels
+STRIPS, UNITS = 4, 5  # strips of a plane; units of a task, which are pairs of a sample and a block
+TAPS, SIZE, OUTPUTS = 6, 7, 8  # of a window, a plane of X and one of Y
+X_BOX, DY_BOX, SUM_BOX = 9, 10, 11  # sizes
+X_WIDTH, X_LINE, DY_WIDTH, DY_LINE = range(12, 16)  # elements of a row, and vectors of one of the box
 DY_PLACE = 16  # where dY begins in its box
-SAMPLES, UNITS = 20, 21  # units of a task: pairs of a sample and a block of channels
-X_WIDTH, X_LINE, DY_WIDTH = 17, 18, 19  # elements of a row of X or dY, and vectors of one of the box of X
+X_STEP, X_PITCH, DX_STEP = 17, 18, 19  # from a position, or row, of Y to the next in X; likewise of dY in dX
+WANTED = 20
+SKIPS = 21  # whether products of dY with padding are left out
+_FIELDS = 22
 
-# Numbers of a strip: the elements of X, of dY or Y, and of dX, where X begins in its box and where the rows of
-# dY do that belong to the strip, their number and length, the first and last row and product.
+# Numbers of a strip: the elements of X, of dY or Y, and of dX; where X begins in its box, and where the rows
+# of dY do that belong to the strip, their number and length; the first and last row of sums, and product.
 X_FIRST, X_COUNT, Y_FIRST, Y_COUNT, DX_FIRST, DX_COUNT = range(6)
 X_PLACE, OWN_PLACE, OWN_ROWS, OWN_LENGTH, ROW, LAST_ROW, PRODUCT, LAST_PRODUCT, STRIP_FIELDS = range(6, 15)
 # Numbers of a row of sums: its place, that of what it depends on, its length, its first and last tap.
@@ -108,17 +110,15 @@ class Division:
         return low, max(low, min(last, self.win.sizes[0])) if bottom > top else low
 
     def _tables(self, strips: list[list[int]], rows: list[int], products: list[int]) -> Tables:
-        geometry = [0] * 22
+        geometry = [0] * _FIELDS
         geometry[STRIPS], geometry[TAPS] = len(strips), math.prod(self.win.kernel)
         geometry[SIZE], geometry[OUTPUTS] = math.prod(self.win.sizes), math.prod(self.win.outputs)
-        step = self.win.strides[0] * self._x_pitch
-        geometry[X_WIDTH], geometry[X_LINE], geometry[DY_WIDTH] = (
-            *(self.win.sizes[1], self._x_pitch),
-            self.win.outputs[1],
-        )
-        geometry[X_STEP] = (step if self._is_line else self.win.strides[1]) * TILE
-        geometry[X_PITCH], geometry[DY_PITCH] = step * TILE, self._dy_columns[1] * TILE
-        geometry[DX_STEP] = (self.win.strides[0] if self._is_line else self.win.strides[1]) * TILE
+        geometry[X_WIDTH], geometry[X_LINE] = self.win.sizes[1], self._x_pitch
+        geometry[DY_WIDTH], geometry[DY_LINE] = self.win.outputs[1], self._dy_columns[1]
+        geometry[DY_PLACE] = self._dy_columns[0] * TILE
+        geometry[X_PITCH] = self.win.strides[0] * self._x_pitch * TILE
+        geometry[X_STEP] = geometry[X_PITCH] if self._is_line else self.win.strides[1] * TILE
+        geometry[DX_STEP] = self.win.strides[0 if self._is_line else 1] * TILE
 
         def most(field: int) -> int:
             return max(strip[field] for strip in strips)
@@ -134,7 +134,8 @@ class Division:
         win, pitch = self.win, self._x_pitch
         height, width = win.outputs
         bounds = _strips(height, win.strides[0] * pitch + width, (win.extents[0] - 1) * pitch, 1)
-        strips, rows = [], []
+        strips: list[list[int]] = []
+        rows: list[tuple[int, ...]] = []
         places = np.arange(height) * win.strides[0] - win.heads[0]
         # The rows of the kernel that see no padding.
         gap = win.dilations[0]
@@ -180,12 +181,11 @@ class Division:
         products: list[tuple[int, ...]] = []
         classes = _Classes.of(win, dy_pitch)
         for top, bottom in bounds:
+            # The end of the rows of dY whose windows begin in the strip.
             own = max(top, min(bottom, height))
             dy_first = min(own, max(0, top - reach) if dx else top)
             x_first, x_last = self._x_rows(top, own)
-            dx_first, dx_last = (
-                min(max(0, each * stride - head), win.sizes[0]) for each in (top, bottom)
-            )
+            dx_first, dx_last = (min(max(0, edge * stride - head), win.sizes[0]) for edge in (top, bottom))
             strip = [0] * STRIP_FIELDS
             strip[X_FIRST], strip[X_COUNT] = x_first * win.sizes[1], (x_last - x_first) * win.sizes[1]
             strip[X_PLACE] = ((x_first + head - top * stride) * pitch + win.heads[1]) * TILE
@@ -209,15 +209,15 @@ class Division:
         most = max(bottom - top for top, bottom in bounds)
         if dw:
             tables.geometry[X_BOX] = ((most - 1) * stride + win.extents[0]) * pitch * TILE
-        tables.geometry[DY_PLACE] = before * TILE
         tables.geometry[DY_BOX] = (most + reach) * dy_pitch * TILE
         tables.geometry[SUM_BOX] = most * stride * win.sizes[1] * TILE if dx else 0
-        tables.geometry[SKIPS] = int(dw and len(groups) > 1)
+        tables.geometry[SKIPS] = int(dw and any(last - first < height for _, _, first, last in groups))
         return tables._replace(tap_places=classes.tap_places, row_starts=classes.starts)
 
     def _rows_of_dx(
         self, classes: _Classes, first: int, last: int, dy_first: int
     ) -> Iterator[tuple[int, ...]]:
+        """Return the numbers of the rows of dX from the first to the last; with strides, in several parts."""
         win, (before, dy_pitch) = self.win, self._dy_columns
         for remainder in range(win.strides[0]):
             own = np.arange(first + (remainder - win.heads[0] - first) % win.strides[0], last, win.strides[0])
@@ -254,7 +254,7 @@ class Division:
             low = min(max(0, -(-shift // win.strides[0])), height)
             high = max(low, min(height, (win.sizes[0] - 1 + shift) // win.strides[0] + 1))
             groups.append((k * kernel[1], (k + 1) * kernel[1], low, high))
-        # Vectors that are read.
+        # Vectors that are read, if the sums of 9 taps are in registers.
         taps = math.prod(kernel)
         together = height * (taps + -(-taps // 9))
         single = sum((high - low) * (kernel[1] + -(-kernel[1] // 9)) for _, _, low, high in groups)
@@ -291,7 +291,8 @@ class _Classes(NamedTuple):
             for k in range(n):
                 of_axis[k * d % s].append((k, k * d // s))
             found.append(of_axis)
-        classes = cls({}, [[shift for _, shift in each] for each in found[0]], [], [0] * math.prod(win.kernel))
+        shifts = [[shift for _, shift in each] for each in found[0]]
+        classes = cls({}, shifts, [], [0] * math.prod(win.kernel))
         for (i, rows), (j, columns) in itertools.product(*map(enumerate, found)):
             classes.taps[i, j] = len(classes.starts), len(columns)
             for (row, down), (column, right) in itertools.product(rows, columns):
@@ -301,14 +302,14 @@ class _Classes(NamedTuple):
 
 
 def _strips(rows: int, each: int, fixed: int, least: int) -> list[tuple[int, int]]:
-    """Divide rows into strips, if each row and all of them together have so many vectors."""
+    """Divide rows into strips, with so many vectors for each row and, beside them, for a strip."""
     count = -(-rows // max(1, least, (_STRIP - fixed) // each))
     size = -(-rows // count)
     return [(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def _runs(low: np.ndarray, high: np.ndarray, join: bool) -> Iterator[tuple[int, int]]:
-    """Return the first of all rows, or of those with the same taps, and how many they are."""
+    """Return every row by itself, or, to join them, the first and the number of those with the same taps."""
     if not join:
         yield from ((row, 1) for row in range(len(low)))
         return
