@@ -78,10 +78,8 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 def random_geometry(seed: int) -> Geometry:
     random = np.random.default_rng(seed)
-    rank, group = (
-        int(random.integers(1, 3)),
-        int(random.integers(2, 5) if seed % 2 else random.integers(15, 35)),
-    )
+    rank = int(random.integers(1, 3))
+    group = int(random.integers(2, 5) if seed % 2 else random.integers(15, 35))
     kernel = random.integers(1, 8, rank)
     strides, dilations = random.integers(1, 5, rank), random.integers(1, 4, rank)
     pads = random.integers(0, 6, 2 * rank)

@@ -4,8 +4,8 @@ A strip is some rows of a plane. It has boxes in the memory of a task: for the p
 beside it, and for the sums, which are Y or dX. They consist of vectors, which hold one position of TILE
 channels. Places in them are computed here, so that kernels only read tables.
 
-In one dimension, every element is a row, so that strips are some of them. Rows with the same taps are computed
-together then.
+In one dimension, every element is a row, so that strips are some of them. Rows with the same taps are then
+computed together.
 """
 
 from __future__ import annotations
