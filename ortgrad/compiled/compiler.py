@@ -13,7 +13,16 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 
-from ortgrad.compiled import entry, instructions, libraries, panels, processor, products, rows
+from ortgrad.compiled import (
+    channels,
+    entry,
+    instructions,
+    libraries,
+    panels,
+    processor,
+    products,
+    rows,
+)
 from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.source import Function, Source
@@ -66,7 +75,7 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
         for name, value in function.numbers
     }
     names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
-    for module in (panels, products, rows):
+    for module in (channels, panels, products, rows):
         for name in module.NAMES:
             # Instructions address memory themselves; only in Python can their indices be checked.
             plain = njit(boundscheck=True)(PRIMITIVES[name]) if checked else None

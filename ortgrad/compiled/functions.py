@@ -183,6 +183,87 @@ def add_row(sums: np.ndarray, rows: np.ndarray, starts: np.ndarray, weights: np.
         sums[k] = total
 
 
+def spread(
+    into: np.ndarray, base: int, places: np.ndarray, first: int, source: np.ndarray, start: int, stride: int
+) -> None:
+    """into[base + places[first + i] + k] = source[start + k * stride + i] for i and k < TILE"""
+    for i in range(TILE):
+        for k in range(TILE):
+            into[base + places[first + i] + k] = source[start + k * stride + i]
+
+
+def convolve(
+    memory: np.ndarray,
+    sums: int,
+    step: int,
+    initial: int,
+    initial_step: int,
+    source: int,
+    source_step: int,
+    weights: int,
+    starts: np.ndarray,
+    first: int,
+    last: int,
+    count: int,
+) -> None:
+    """Compute weighted sums of vectors of TILE numbers in registers, for consecutive positions.
+
+    For k < count, the vector at sums + k * step is that at initial + k * initial_step and the sum, over t
+    from first to last, of the products of that at weights + t * TILE and that at
+    source + starts[t] + k * source_step.
+    """
+    for k in range(count):
+        for i in range(TILE):
+            total = memory[initial + k * initial_step + i]
+            for t in range(first, last):
+                value = memory[source + starts[t] + k * source_step + i]
+                total += memory[weights + t * TILE + i] * value
+            memory[sums + k * step + i] = total
+
+
+def correlate(
+    memory: np.ndarray,
+    sums: int,
+    values: int,
+    pitch: int,
+    source: int,
+    source_pitch: int,
+    source_step: int,
+    starts: np.ndarray,
+    first: int,
+    last: int,
+    rows: int,
+    count: int,
+) -> None:
+    """Compute sums of products of vectors of TILE numbers in registers, and add them to what is there.
+
+    For t from first to last, what is added to the vector at sums + (t - first) * TILE is the sum, over
+    row < rows and k < count, of the products of that at values + row * pitch + k * TILE and that at
+    source + row * source_pitch + starts[t] + k * source_step.
+    """
+    for t in range(first, last):
+        for i in range(TILE):
+            total = memory[values] * 0
+            for row in range(rows):
+                for k in range(count):
+                    factor = memory[source + row * source_pitch + starts[t] + k * source_step + i]
+                    total += memory[values + row * pitch + k * TILE + i] * factor
+            memory[sums + (t - first) * TILE + i] += total
+
+
+def add_up(memory: np.ndarray, sums: int, values: int, pitch: int, rows: int, count: int) -> None:
+    """Add up vectors of TILE numbers in double precision.
+
+    The vector at sums is the sum, over row < rows and k < count, of those at values + row * pitch + k * TILE.
+    """
+    for i in range(TILE):
+        total = 0.0
+        for row in range(rows):
+            for k in range(count):
+                total += memory[values + row * pitch + k * TILE + i]
+        memory[sums + i] = total
+
+
 def copy_row(into: np.ndarray, source: np.ndarray) -> None:
     """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
     for k in range(min(len(into), len(source))):
@@ -219,6 +300,10 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "multiply_panel": multiply_panel,
     "add_row": add_row,
     "copy_row": copy_row,
+    "spread": spread,
+    "convolve": convolve,
+    "correlate": correlate,
+    "add_up": add_up,
 }
 
 

@@ -354,3 +354,32 @@ def broadcast(builder: Any, number: Any, kind: Any) -> Any:
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+
+def transposed(builder: Any, source: Any, stride: Any, element: Any, size: int) -> list[Any]:
+    """Return the columns of a square of numbers as vectors; `size` is a power of two, and at least 4."""
+    kind, align = ir.VectorType(element, 4), 8 if isinstance(element, ir.DoubleType) else 4
+    rows = [builder.gep(source, [builder.mul(stride, _WORD(i))]) for i in range(size)]
+
+    def shuffle(left: Any, right: Any, places: list[int]) -> Any:
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), places)
+        return builder.shuffle_vector(left, right, mask)
+
+    def join(parts: list[Any]) -> Any:
+        while len(parts) > 1:
+            both = list(range(2 * parts[0].type.count))
+            parts = [shuffle(left, right, both) for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    # Pairs of two vectors, in every four of their numbers.
+    low, high = ([k // 4 * 4 + k % 4 // 2 + k % 2 * size + first for k in range(size)] for first in (0, 2))
+    columns = []
+    for first in range(0, size, 4):
+        # Vector i has four numbers of each of the rows i, i + 4, i + 8, ...: loading them so takes no
+        # instruction that moves numbers within a vector. Then every square of four is transposed.
+        parts = [[load_vector(builder, row, first, kind, align) for row in rows[i::4]] for i in range(4)]
+        vectors = [join(part) for part in parts]
+        for _ in range(2):
+            vectors = [shuffle(vectors[i], vectors[i + 2], places) for i in (0, 1) for places in (low, high)]
+        columns += vectors
+    return columns

@@ -18,6 +18,7 @@ from ortgrad.operators.compiled import CompiledKernel
 
 # What the compiler itself consists of, and so determines its results.
 _PARTS = (
+    "channels.py",
     "compiler.py",
     "entry.py",
     "functions.py",

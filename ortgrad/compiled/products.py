@@ -215,22 +215,7 @@ def _transposition(function: Any, element: Any) -> None:
     into, pitch, source, stride = function.args
     align = 8 if isinstance(element, ir.DoubleType) else 4
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    rows = [
-        instructions.load_vector(
-            builder, builder.gep(source, [builder.mul(stride, _WORD(i))]), 0, kind, align
-        )
-        for i in range(TILE)
-    ]
-    half = TILE // 2
-    # In every step rows i and i + 8 are interleaved; after four of them, the square is transposed.
-    masks = [
-        ir.Constant(
-            ir.VectorType(ir.IntType(32), TILE), [k // 2 + first + (k % 2) * TILE for k in range(TILE)]
-        )
-        for first in (0, half)
-    ]
-    for _ in range(TILE.bit_length() - 1):
-        rows = [builder.shuffle_vector(rows[i], rows[i + half], mask) for i in range(half) for mask in masks]
+    rows = instructions.transposed(builder, source, stride, element, TILE)
     for i, row in enumerate(rows):
         target = builder.gep(into, [builder.mul(pitch, _WORD(i))])
         builder.store(row, builder.bitcast(target, kind.as_pointer()), align=align)

@@ -85,7 +85,7 @@ def plan_average(dy: Sizes, x: Sizes, win: Windows, counts: Sequence[np.ndarray]
     flat = Windows(*(numbers[1:] if deep else numbers for numbers in _fields(win)))
     depth, outputs = (win.sizes[0], win.outputs[0]) if deep else (1, 1)
     planes = math.prod(x[:2])
-    boxes = boxes_of(flat, planes * depth, 1, True)
+    boxes = boxes_of(flat, planes * depth, True)
     geometry, pitch = boxes.geometry, boxes.geometry[PITCH]
     reach = geometry[REACH : REACH + 2]
     # A box filter is separable: first rows are added up, then columns. Where each tap begins in dY with zeros
@@ -249,7 +249,7 @@ def plan_max_pool(x: Sizes, y: Sizes, win: Windows) -> Plan | None:
     flat = Windows(*(numbers[1:] if deep else numbers for numbers in _fields(win)))
     depth, outputs = (win.sizes[0], win.outputs[0]) if deep else (1, 1)
     planes = math.prod(x[:2])
-    boxes = boxes_of(flat, planes * outputs, 1, False)
+    boxes = boxes_of(flat, planes * outputs, False)
     # Of equal elements the first one counts, so taps are in the order of the elements.
     taps = sorted(range(len(boxes.taps)), key=boxes.taps.__getitem__)
     height, width = flat.kernel if flat.rank == 2 else (1, *flat.kernel)

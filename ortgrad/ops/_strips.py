@@ -25,10 +25,8 @@ OUTPUT, SIZE, STRIDE, HEAD, REACH = 0, 2, 4, 6, 8
 PITCH = 10
 ROWS, COLUMNS = 11, 12  # of a strip: of Y for the convolution, of the boxes of X for the gradient
 STRIPS = 13  # of a channel
-FILTERS = 14  # that read the same channel
-EVERYWHERE = 15  # whether every element of X is in a part
-CHANNELS = 16  # of a task; those that are small enough for a single strip share one
-WANTED = 17  # for an operator's own use
+EVERYWHERE = 14  # whether every element of X is in a part
+CHANNELS = 15  # of a task; those that are small enough for a single strip share one
 
 
 class Boxes(NamedTuple):
@@ -38,10 +36,9 @@ class Boxes(NamedTuple):
     ends: list[int]  # the number of taps in a part and those before it
     taps: list[int]  # the taps, ordered by parts
     starts: list[int]  # where each begins in the boxes of all parts
-    places: list[int]  # where it begins in E
 
 
-def boxes_of(win: Windows, channels: int, filters: int, halo: bool) -> Boxes:
+def boxes_of(win: Windows, channels: int, halo: bool) -> Boxes:
     """Return the boxes for windows in one or two dimensions over so many channels."""
     ones, zeros = (1,) * (2 - win.rank), (0,) * (2 - win.rank)
     sizes, outputs, strides = ones + win.sizes, ones + win.outputs, ones + win.strides
@@ -62,12 +59,11 @@ def boxes_of(win: Windows, channels: int, filters: int, halo: bool) -> Boxes:
         offset = row // strides[0] * pitch + column // strides[1]
         found.setdefault((row % strides[0], column % strides[1]), []).append((t, offset))
     lines, edges = (sorted({part[axis] for part in found}) for axis in range(2))
-    boxes = Boxes([], lines, edges, [], [], [], [])
+    boxes = Boxes([], lines, edges, [], [], [])
     for number, part in enumerate(itertools.product(lines, edges)):
         for t, offset in found[part]:
             boxes.taps.append(t)
             boxes.starts.append(number * (strip + reach[0]) * pitch + offset)
-            boxes.places.append(reach[1] + reach[0] * pitch - offset)
         boxes.ends.append(len(boxes.taps))
     extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     everywhere = len(found) == math.prod(strides) and all(
@@ -75,7 +71,7 @@ def boxes_of(win: Windows, channels: int, filters: int, halo: bool) -> Boxes:
         for o, s, e, n, h in zip(outputs, strides, extents, sizes, heads, strict=True)
     )
     together = min(channels, max(1, _STRIP // ((strip + reach[0]) * pitch))) if strips == 1 else 1
-    scalars = pitch, strip, columns, strips, filters, int(everywhere), together, 0
+    scalars = pitch, strip, columns, strips, int(everywhere), together
     boxes.geometry.extend((*outputs, *sizes, *strides, *heads, *reach, *scalars))
     return boxes
 
@@ -143,22 +139,6 @@ def fill_boxes(
                 else:
                     for k in range(count * pitch):
                         part[k] = values[step * k]
-
-
-def embed(
-    into: np.ndarray, channel: np.ndarray, top: int, left: int, rows: int, geometry: np.ndarray
-) -> None:
-    """Copy what a strip of dX depends on of dY, with zeros around it."""
-    pitch, width, lead = geometry[PITCH], geometry[OUTPUT + 1], geometry[REACH + 1]
-    begin, count = top - geometry[REACH], rows + geometry[REACH]
-    low = max(0, lead - left)
-    high = min(pitch, width + lead - left)
-    for k in range(len(into)):
-        into[k] = 0.0
-    if low < high:
-        for row in range(max(0, -begin), min(count, geometry[OUTPUT] - begin)):
-            line = into[row * pitch + low : row * pitch + high]
-            copy_row(line, channel[(begin + row) * width + left - lead + low :])
 
 
 def write_rows(

@@ -1,14 +1,14 @@
-"""Depthwise convolutions for Numba: every filter reads one channel, so all taps are done in one pass over it.
+"""Depthwise convolutions for Numba: every filter reads one channel, so TILE channels are computed at once.
 
-With k the flattened position in a box, r(t) the part and o(t) the offset of tap t, and E the rows of dY with
-zeros around them (see ortgrad.ops._strips),
+A task transposes some rows of TILE channels, so that a vector holds one position of them. Strides, edges and
+short rows waste no part of a vector then. With s for the stride, and E for dY with zeros beside it,
 
-    Y[k] = B + sum over t of W[t] X_r(t)[k + o(t)]
-    dW[t] = sum over k of E[k] X_r(t)[k + o(t)]
-    dX_r[k] = sum over t with r(t) = r of W[t] E[k - o(t)]
+    Y[p] = B + sum over taps t of W[t] X[s p + t]
+    dW[t] = sum over p of E[p] X[s p + t]
+    dX[p] = sum over t with the remainder of p / s of W[t] E[(p - t) / s]
 
-The products with the zeros of E must vanish. If W is not finite, or dW is not because X may not be, the NumPy
-kernel takes over.
+The results are transposed back. Some products with padding, and with the zeros of E, are left out. They must
+vanish, so the NumPy kernel takes over if W contains NaN or infinities, and if dW does because X or dY may.
 """
 
 from __future__ import annotations
@@ -18,85 +18,148 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, allocate_integers, copy_row, double, release
-from ortgrad.operators.compiled import Plan
-from ortgrad.ops._strips import (
-    CHANNELS,
-    EVERYWHERE,
-    FILTERS,
-    HEAD,
-    OUTPUT,
-    PITCH,
-    REACH,
-    ROWS,
-    SIZE,
-    STRIDE,
-    STRIPS,
-    WANTED,
-    Boxes,
-    boxes_of,
-    clear_strip,
-    embed,
-    fill_boxes,
-    size_of_rows,
-    task_channels,
-    task_strip,
-    write_rows,
+from ortgrad.compiled.functions import (
+    SUMS,
+    TILE,
+    add_up,
+    allocate,
+    clear,
+    convolve,
+    copy_elements,
+    copy_vector,
+    correlate,
+    double,
+    doubles,
+    release,
+    spread,
+    transpose,
 )
+from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import windows
+from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.ops.conv._depthwise_plan import (
+    BLOCKS,
+    CHANNELS,
+    DX_COUNT,
+    DX_FIRST,
+    DX_STEP,
+    DY_BOX,
+    DY_LINE,
+    DY_PLACE,
+    DY_WIDTH,
+    FILTERS,
+    LAST_PRODUCT,
+    LAST_ROW,
+    OUTPUTS,
+    OWN_LENGTH,
+    OWN_PLACE,
+    OWN_ROWS,
+    PRODUCT,
+    PRODUCT_DY,
+    PRODUCT_FIELDS,
+    PRODUCT_LAST_TAP,
+    PRODUCT_LENGTH,
+    PRODUCT_ROWS,
+    PRODUCT_TAP,
+    PRODUCT_X,
+    ROW,
+    ROW_FIELDS,
+    ROW_LAST_TAP,
+    ROW_LENGTH,
+    ROW_PLACE,
+    ROW_SOURCE,
+    ROW_TAP,
+    SAMPLES,
+    SIZE,
+    SKIPS,
+    STRIP_FIELDS,
+    STRIPS,
+    SUM_BOX,
+    TAPS,
+    UNITS,
+    WANTED,
+    X_BOX,
+    X_COUNT,
+    X_FIRST,
+    X_LINE,
+    X_PITCH,
+    X_PLACE,
+    X_STEP,
+    X_WIDTH,
+    Y_COUNT,
+    Y_FIRST,
+    Division,
+    Tables,
+    in_two_dimensions,
+)
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
 
-# Rows are read to a multiple of this length, which is that of a vector. What lies behind them is 0.
-_VECTOR = 16
+# The memory of two squares of elements that are transposed.
+_SQUARES = 2 * TILE * TILE + TILE
+# The work of a task, if there are several planes in it: as much as another thread is started for.
+_WORK = 1 << 15
+# Vectors of a box that are cleared at once.
+_SMALL = 128
 
 
-def _boxes(x: Sizes, w: Sizes, y: Sizes, halo: bool, attributes: dict[str, Any]) -> Boxes | None:
-    """Return the numbers of a plan; `halo` says that strips are of X, which reach beyond those of Y."""
+def _division(x: Sizes, w: Sizes, y: Sizes, attributes: dict[str, Any]) -> Division | None:
     group = attributes.pop("group")
     attributes.pop("kernel_shape")
     win = windows(x[2:], w[2:], **attributes)
     fits = y[2:] == win.outputs and x[1] == group and w[1] == 1
     if not fits or len(x) > 4 or not math.prod(x) * math.prod(w):
         return None
-    return boxes_of(win, group, w[0] // group, halo)
+    return Division(in_two_dimensions(win))
+
+
+def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> int:
+    """Complete the tables, if a plane has so much work, and return the number of tasks."""
+    geometry = tables.geometry
+    geometry[SAMPLES], geometry[CHANNELS], geometry[FILTERS] = *x[:2], w[0] // x[1]
+    geometry[BLOCKS] = -(-x[1] // TILE)
+    geometry[UNITS] = max(1, _WORK // (work * TILE)) if geometry[STRIPS] == 1 else 1
+    return -(-x[0] * geometry[BLOCKS] // geometry[UNITS]) * geometry[STRIPS]
 
 
 def plan_grad(
     dy: Sizes, x: Sizes, w: Sizes, dx: Sizes | None, dw: Sizes | None, db: Sizes | None, **attributes: Any
 ) -> Plan | None:
     """Return the plan of the gradient; None for what is not depthwise, empty or three-dimensional."""
-    boxes = _boxes(x, w, dy, True, attributes)
-    if boxes is None:
+    division = _division(x, w, dy, attributes)
+    if division is None:
         return None
-    geometry, strips, taps = boxes.geometry, boxes.geometry[STRIPS], len(boxes.taps)
+    tables = division.backward(dx is not None, dw is not None)
+    geometry = tables.geometry
+    taps, filters = geometry[TAPS], w[0] // x[1]
+    work = filters * geometry[OUTPUTS] * (taps + 4) // 4 + geometry[SIZE] + 32
+    tasks = _divide(tables, x, w, work)
     geometry[WANTED] = (dx is not None) + 2 * (dw is not None) + 4 * (db is not None)
-    samples, filters = dy[:2]
-    flat = [(*shape[:2], math.prod(shape[2:])) for shape in (dy, x)]
-    weights = (filters, taps)
-    sums = filters if geometry[WANTED] > 1 else 0
+    sums = geometry[BLOCKS] * filters if geometry[WANTED] > 1 else 0
+    flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
-        tasks=(samples * -(-x[1] // geometry[CHANNELS]) * strips, sums),
-        views=[*flat, weights, flat[1] if dx else (0, 0, 0), weights if dw else (0, 0), db or (0,)],
-        numbers=boxes._asdict(),
-        work=samples * filters * (math.prod(dy[2:]) * taps // 4 + 64),
-        scratch=[(samples, strips, filters, taps + 1) if sums else (0, 0, 0, 0)],
+        tasks=(tasks, sums),
+        views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
+        numbers=tables._asdict(),
+        work=x[0] * x[1] * work,
+        scratch=[(x[0] * geometry[STRIPS], sums, (taps + 1) * TILE)],
     )
 
 
 def plan(x: Sizes, w: Sizes, b: Sizes | None, y: Sizes, **attributes: Any) -> Plan | None:
     """Return the plan of the convolution; None as for the gradient."""
-    boxes = _boxes(x, w, y, False, attributes)
-    if boxes is None:
+    division = _division(x, w, y, attributes)
+    if division is None:
         return None
-    flat = [(*shape[:2], math.prod(shape[2:])) for shape in (x, y)]
-    taps = len(boxes.taps)
+    tables = division.forward()
+    positions, taps = tables.geometry[OUTPUTS], tables.geometry[TAPS]
+    work = w[0] // x[1] * positions * (taps + 8) // 8 + tables.geometry[SIZE] + 32
     return Plan(
-        tasks=x[0] * -(-x[1] // boxes.geometry[CHANNELS]) * boxes.geometry[STRIPS],
-        views=[flat[0], (w[0], taps), b or (0,), flat[1]],
-        numbers=boxes._asdict(),
-        work=x[0] * w[0] * (math.prod(y[2:]) * taps // 8 + 32),
+        tasks=_divide(tables, x, w, work),
+        views=[(math.prod(x),), (math.prod(w),), b or (0,), (math.prod(y),)],
+        numbers=tables._asdict(),
+        work=x[0] * x[1] * work,
     )
 
 
@@ -107,36 +170,59 @@ def convolve_strip(
     b: np.ndarray,
     y: np.ndarray,
     geometry: np.ndarray,
-    lines: np.ndarray,
-    edges: np.ndarray,
-    taps: np.ndarray,
-    starts: np.ndarray,
+    strips: np.ndarray,
+    rows: np.ndarray,
+    x_places: np.ndarray,
+    tap_places: np.ndarray,
+    row_starts: np.ndarray,
 ) -> bool:
-    """Compute a strip of the outputs of one channel, or of some."""
-    sample, first, last, strip = task_channels(task, geometry, x.shape[1])
-    top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT], geometry[OUTPUT + 1])
-    pitch = geometry[PITCH]
-    boxes = len(lines) * len(edges) * (geometry[ROWS] + geometry[REACH]) * pitch + SLACK
-    memory = allocate(boxes + rows * pitch + SLACK + len(taps) + size_of_rows(geometry))
-    if len(memory) == 0:
+    """Compute a strip of the outputs of up to TILE channels, or of some samples and blocks of channels."""
+    strip = strips[task % geometry[STRIPS] * STRIP_FIELDS :]
+    taps, filters, outputs = geometry[TAPS], geometry[FILTERS], geometry[OUTPUTS]
+    sums = geometry[X_BOX]
+    weights = sums + geometry[SUM_BOX] + TILE * TILE
+    biases = weights + filters * taps * TILE
+    squares = biases + filters * TILE
+    allocated = allocate(squares + _SQUARES + TILE)
+    if len(allocated) == 0:
         return True
-    sums, weights = memory[boxes:], memory[boxes + rows * pitch + SLACK :]
-    width = geometry[OUTPUT + 1]
-    for channel in range(first, last):
-        fill_boxes(
-            memory[:boxes], weights[len(taps) :], x[sample, channel], top, left, geometry, lines, edges, 0.0
-        )
-        for m in range(channel * geometry[FILTERS], (channel + 1) * geometry[FILTERS]):
-            for t in range(len(taps)):
-                weights[t] = w[m, taps[t]]
-            add_row(sums, memory, starts, weights, rows * pitch)
-            bias, values = b[m] if len(b) > 0 else 0.0, y[sample, m, top * width + left :]
-            for k in range(rows * pitch):
-                sums[k] += bias
-            for row in range(rows):
-                copy_row(values[row * width :], sums[row * pitch : row * pitch + columns])
-    release(memory)
-    return False
+    memory, failed = aligned(allocated), False
+    count = strip[X_COUNT]
+    _clear_around(memory, 0, geometry[X_BOX], strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
+    begin, end = _units(task, geometry)
+    for unit in range(begin, end):
+        channel, sample = unit // geometry[SAMPLES] * TILE, unit % geometry[SAMPLES]
+        lanes = min(TILE, geometry[CHANNELS] - channel)
+        if unit == begin or sample == 0:
+            _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
+            failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
+            clear(memory, biases, filters * TILE)
+            for k in range(lanes * filters if len(b) > 0 else 0):
+                memory[biases + k % filters * TILE + k // filters] = b[channel * filters + k]
+        plane = sample * geometry[CHANNELS] + channel
+        start = plane * geometry[SIZE] + strip[X_FIRST]
+        _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
+        for i in range(filters):
+            for number in range(strip[ROW], strip[LAST_ROW]):
+                row = rows[number * ROW_FIELDS :]
+                convolve(
+                    memory,
+                    sums + row[ROW_PLACE],
+                    TILE,
+                    biases + i * TILE,
+                    0,
+                    row[ROW_SOURCE],
+                    geometry[X_STEP],
+                    weights + i * taps * TILE,
+                    row_starts,
+                    row[ROW_TAP],
+                    row[ROW_LAST_TAP],
+                    row[ROW_LENGTH],
+                )
+            start = (plane * filters + i) * outputs + strip[Y_FIRST]
+            _store_planes(y, start, filters * outputs, memory, sums, strip[Y_COUNT], lanes, squares)
+    release(allocated)
+    return failed
 
 
 def differentiate_strip(
@@ -149,78 +235,107 @@ def differentiate_strip(
     db: np.ndarray,
     partial: np.ndarray,
     geometry: np.ndarray,
-    lines: np.ndarray,
-    edges: np.ndarray,
-    ends: np.ndarray,
-    taps: np.ndarray,
+    strips: np.ndarray,
+    rows: np.ndarray,
+    products: np.ndarray,
+    x_places: np.ndarray,
+    dy_places: np.ndarray,
+    tap_places: np.ndarray,
     starts: np.ndarray,
-    places: np.ndarray,
+    row_starts: np.ndarray,
 ) -> bool:
-    """Compute a strip of dX of one channel, or of some, and what the same rows of dY add to dW and dB."""
-    sample, first, last, strip = task_channels(task, geometry, x.shape[1])
-    pitch, reach, lead = geometry[PITCH], geometry[REACH], geometry[REACH + 1]
-    top, left, rows, columns = task_strip(
-        geometry, strip, geometry[OUTPUT] + reach, geometry[OUTPUT + 1] + lead
-    )
-    filters, wanted = geometry[FILTERS], geometry[WANTED]
-    boxes = len(ends) * (geometry[ROWS] + reach) * pitch + SLACK
-    length, total = (rows + reach) * pitch + lead + SLACK, rows * pitch + SLACK
-    terms = allocate_integers(filters * len(taps))
-    memory = allocate(boxes + filters * (length + len(taps)) + len(edges) * total + size_of_rows(geometry))
-    failed = len(memory) == 0 or len(terms) == 0
-    embedded, sums = memory[boxes:], memory[boxes + filters * length :]
-    weights = sums[len(edges) * total :]
-    padded = weights[filters * len(taps) :]
-    # The rows and columns of dY that begin in this strip.
-    own, own_columns = min(rows, geometry[OUTPUT] - top), min(columns, geometry[OUTPUT + 1] - left)
-    count = (own - 1) * pitch + own_columns if own > 0 and own_columns > 0 else 0
-    # The rows of the box that are not all padding.
-    step = geometry[STRIDE]
-    low = min(rows, max(0, geometry[HEAD] // step - top))
-    high = min(rows, max(low, (geometry[SIZE] + geometry[HEAD] + step - 1) // step - top))
-    for channel in range(first, first if failed else last):
-        for i in range(filters):
-            into = embedded[i * length : (i + 1) * length]
-            embed(into, dy[sample, channel * filters + i], top, left, rows, geometry)
+    """Compute a strip of dX of up to TILE channels, and what the same rows of dY add to dW and dB.
+
+    Where strips are whole planes, a task has some samples and blocks of channels.
+    """
+    strip = strips[task % geometry[STRIPS] * STRIP_FIELDS :]
+    taps, filters, wanted = geometry[TAPS], geometry[FILTERS], geometry[WANTED]
+    embedded = geometry[X_BOX]
+    sums = embedded + geometry[DY_BOX]
+    weights = sums + geometry[SUM_BOX] + TILE * TILE
+    totals = weights + filters * taps * TILE
+    zeros = totals + (taps + 1) * TILE
+    squares = zeros + TILE
+    allocated = allocate(squares + _SQUARES + TILE)
+    if len(allocated) == 0:
+        return True
+    memory, failed = aligned(allocated), False
+    clear(memory, zeros, TILE)
+    x_count, dy_count, dy_place = strip[X_COUNT], strip[Y_COUNT], geometry[DY_PLACE]
+    _clear_around(memory, 0, embedded, strip[X_PLACE], x_count, geometry[X_WIDTH], geometry[X_LINE])
+    width, pitch = geometry[DY_WIDTH], geometry[DY_LINE]
+    _clear_around(memory, embedded, geometry[DY_BOX], dy_place, dy_count, width, pitch)
+    dy_place += embedded
+    begin, end = _units(task, geometry)
+    for unit in range(begin, end):
+        block, sample = unit // geometry[SAMPLES], unit % geometry[SAMPLES]
+        channel = block * TILE
+        lanes = min(TILE, geometry[CHANNELS] - channel)
+        plane = sample * geometry[CHANNELS] + channel
+        if wanted & 1 and (unit == begin or sample == 0):
+            _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
+            failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
         if wanted & 2:
-            fill_boxes(memory[:boxes], padded, x[sample, channel], top, left, geometry, lines, edges, 0.0)
-        for i in range(filters if wanted > 1 else 0):
-            begin = i * length + reach * pitch + lead
-            values = embedded[begin : begin + (count + _VECTOR - 1) // _VECTOR * _VECTOR]
-            into = partial[sample, strip, channel * filters + i]
-            if wanted & 2:
-                failed = _correlate(into, values, memory, starts, taps) or failed
-            sum_of_dy = double(0.0)
-            for k in range(len(values)):
-                sum_of_dy += double(values[k])
-            into[len(taps)] = sum_of_dy
+            start = plane * geometry[SIZE] + strip[X_FIRST]
+            _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], x_count, lanes, squares)
+        for i in range(filters):
+            start, stride = (plane * filters + i) * geometry[OUTPUTS], filters * geometry[OUTPUTS]
+            start += strip[Y_FIRST]
+            _load_planes(memory, dy_place, dy_places, dy, start, stride, dy_count, lanes, squares)
+            for number in range(strip[ROW], strip[LAST_ROW]):
+                row = rows[number * ROW_FIELDS :]
+                place = sums + row[ROW_PLACE]
+                convolve(
+                    memory,
+                    place,
+                    geometry[DX_STEP],
+                    place if i > 0 else zeros,
+                    geometry[DX_STEP] if i > 0 else 0,
+                    embedded + row[ROW_SOURCE],
+                    TILE,
+                    weights + i * taps * TILE,
+                    row_starts,
+                    row[ROW_TAP],
+                    row[ROW_LAST_TAP],
+                    row[ROW_LENGTH],
+                )
+            if wanted == 1:
+                continue
+            clear(memory, totals, taps * TILE)
+            for number in range(strip[PRODUCT], strip[LAST_PRODUCT]):
+                product = products[number * PRODUCT_FIELDS :]
+                correlate(
+                    memory,
+                    totals + product[PRODUCT_TAP] * TILE,
+                    embedded + product[PRODUCT_DY],
+                    pitch * TILE,
+                    product[PRODUCT_X],
+                    geometry[X_PITCH],
+                    geometry[X_STEP],
+                    starts,
+                    product[PRODUCT_TAP],
+                    product[PRODUCT_LAST_TAP],
+                    product[PRODUCT_ROWS],
+                    product[PRODUCT_LENGTH],
+                )
+            checked = taps
+            if wanted & 4 or geometry[SKIPS] != 0:
+                place, last = embedded + strip[OWN_PLACE], totals + taps * TILE
+                add_up(memory, last, place, pitch * TILE, strip[OWN_ROWS], strip[OWN_LENGTH])
+                # If dY is not finite, neither is its sum.
+                checked += geometry[SKIPS]
+            failed = failed or _is_not_finite(memory, totals, checked * TILE)
+            into = partial[sample * geometry[STRIPS] + task % geometry[STRIPS], block * filters + i]
+            copy_elements(into, 0, memory, totals, (taps + 1) * TILE)
         if wanted & 1:
-            target = dx[sample, channel]
-            if geometry[EVERYWHERE] == 0:
-                clear_strip(target, top, left, rows, columns, geometry)
-            begin = 0
-            for part in range(len(ends)):
-                term, check = 0, 0.0
-                for i in range(filters):
-                    for t in range(begin, ends[part]):
-                        terms[term] = i * length + places[t] + low * pitch
-                        weights[term] = w[channel * filters + i, taps[t]]
-                        check += weights[term] * 0.0
-                        term += 1
-                failed = failed or check != 0.0
-                begin, edge = ends[part], part % len(edges)
-                into = sums[edge * total + low * pitch :]
-                add_row(into, embedded, terms[:term], weights, (high - low) * pitch)
-                if edge == len(edges) - 1:
-                    line = lines[part // len(edges)]
-                    write_rows(target, sums, padded, top, left, rows, columns, line, edges, geometry)
-    release(memory)
-    release(terms)
+            start = plane * geometry[SIZE] + strip[DX_FIRST]
+            _store_planes(dx, start, geometry[SIZE], memory, sums, strip[DX_COUNT], lanes, squares)
+    release(allocated)
     return failed
 
 
 def add_strips(
-    m: int,
+    task: int,
     dy: np.ndarray,
     x: np.ndarray,
     w: np.ndarray,
@@ -229,66 +344,152 @@ def add_strips(
     db: np.ndarray,
     partial: np.ndarray,
     geometry: np.ndarray,
-    lines: np.ndarray,
-    edges: np.ndarray,
-    ends: np.ndarray,
-    taps: np.ndarray,
+    strips: np.ndarray,
+    rows: np.ndarray,
+    products: np.ndarray,
+    x_places: np.ndarray,
+    dy_places: np.ndarray,
+    tap_places: np.ndarray,
     starts: np.ndarray,
-    places: np.ndarray,
-) -> None:
-    """Add what the strips of all samples contribute to dW and dB of a filter."""
-    for t in range(len(taps) + 1):
-        total = double(0.0)
-        for sample in range(partial.shape[0]):
-            for strip in range(partial.shape[1]):
-                total += double(partial[sample, strip, m, t])
-        if t < len(taps):
-            if geometry[WANTED] & 2:
-                dw[m, t] = total
-        elif geometry[WANTED] & 4:
-            db[m] = total
-
-
-def _correlate(
-    into: np.ndarray, values: np.ndarray, boxes: np.ndarray, starts: np.ndarray, taps: np.ndarray
+    row_starts: np.ndarray,
 ) -> bool:
-    """Compute into[tap] = sum over k of values[k] * boxes[start + k]; True if one is not finite."""
-    n, t, total = len(values), 0, 0.0
-    while t + 9 <= len(taps):
-        x0, x1, x2 = boxes[starts[t] :], boxes[starts[t + 1] :], boxes[starts[t + 2] :]
-        x3, x4, x5 = boxes[starts[t + 3] :], boxes[starts[t + 4] :], boxes[starts[t + 5] :]
-        x6, x7, x8 = boxes[starts[t + 6] :], boxes[starts[t + 7] :], boxes[starts[t + 8] :]
-        a0, a1, a2, a3, a4, a5, a6, a7, a8 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        for k in range(n):
-            e = values[k]
-            a0 += e * x0[k]
-            a1 += e * x1[k]
-            a2 += e * x2[k]
-            a3 += e * x3[k]
-            a4 += e * x4[k]
-            a5 += e * x5[k]
-            a6 += e * x6[k]
-            a7 += e * x7[k]
-            a8 += e * x8[k]
-        into[taps[t]], into[taps[t + 1]], into[taps[t + 2]] = a0, a1, a2
-        into[taps[t + 3]], into[taps[t + 4]], into[taps[t + 5]] = a3, a4, a5
-        into[taps[t + 6]], into[taps[t + 7]], into[taps[t + 8]] = a6, a7, a8
-        t += 9
-    while t + 3 <= len(taps):
-        x0, x1, x2 = boxes[starts[t] :], boxes[starts[t + 1] :], boxes[starts[t + 2] :]
-        a0, a1, a2 = 0.0, 0.0, 0.0
-        for k in range(n):
-            a0 += values[k] * x0[k]
-            a1 += values[k] * x1[k]
-            a2 += values[k] * x2[k]
-        into[taps[t]], into[taps[t + 1]], into[taps[t + 2]] = a0, a1, a2
-        t += 3
-    while t < len(taps):
-        x0, a0 = boxes[starts[t] :], 0.0
-        for k in range(n):
-            a0 += values[k] * x0[k]
-        into[taps[t]] = a0
-        t += 1
-    for t in range(len(taps)):
-        total += into[t] * 0.0
+    """Add what the strips of all samples contribute to dW and dB of some filters."""
+    filters, taps, totals = geometry[FILTERS], geometry[TAPS], doubles()
+    channel, size = task // filters * TILE, (taps + 1) * TILE
+    first, lanes = channel * filters + task % filters, min(TILE, geometry[CHANNELS] - channel)
+    memory = allocate(size + TILE * TILE + _SQUARES)
+    if len(memory) == 0:
+        return True
+    for begin in range(0, size, SUMS):
+        values = memory[begin : min(begin + SUMS, size)]
+        for k in range(len(values)):
+            totals[k] = 0
+        for number in range(partial.shape[0]):
+            part = partial[number, task, begin : begin + len(values)]
+            for k in range(len(values)):
+                totals[k] += double(part[k])
+        for k in range(len(values)):
+            values[k] = totals[k]
+    if geometry[WANTED] & 2:
+        _store_planes(dw, first * taps, filters * taps, memory, 0, taps, lanes, size + TILE * TILE)
+    for lane in range(lanes if geometry[WANTED] & 4 else 0):
+        db[first + lane * filters] = memory[taps * TILE + lane]
+    release(memory)
+    return False
+
+
+def _units(task: int, geometry: np.ndarray) -> tuple[int, int]:
+    """Return the first and last unit of a task: a sample and a block of channels."""
+    first = task // geometry[STRIPS] * geometry[UNITS]
+    return first, min(first + geometry[UNITS], geometry[SAMPLES] * geometry[BLOCKS])
+
+
+def _load_weights(
+    memory: np.ndarray,
+    place: int,
+    tap_places: np.ndarray,
+    w: np.ndarray,
+    channel: int,
+    lanes: int,
+    squares: int,
+    geometry: np.ndarray,
+) -> None:
+    """Transpose the weights of all filters of some channels."""
+    taps, filters = geometry[TAPS], geometry[FILTERS]
+    for i in range(filters):
+        start, into = (channel * filters + i) * taps, place + i * taps * TILE
+        _load_planes(memory, into, tap_places, w, start, filters * taps, taps, lanes, squares)
+
+
+def _clear_around(
+    memory: np.ndarray, box: int, size: int, place: int, count: int, width: int, pitch: int
+) -> None:
+    """Clear a box, except where rows with `count` elements in all will be."""
+    if size < _SMALL * TILE or count == 0:
+        clear(memory, box, size)
+        return
+    clear(memory, box, place)
+    if pitch == width:
+        place += count * TILE
+    for _ in range(count // width if pitch > width else 0):
+        # The next row.
+        end = min(place + pitch * TILE, size)
+        clear(memory, box + place + width * TILE, end - place - width * TILE)
+        place = end
+    clear(memory, box + place, size - place)
+
+
+def _load_planes(
+    memory: np.ndarray,
+    base: int,
+    places: np.ndarray,
+    source: np.ndarray,
+    start: int,
+    stride: int,
+    count: int,
+    lanes: int,
+    squares: int,
+) -> None:
+    """Transpose consecutive elements of up to TILE planes; `stride` is from one plane to the next.
+
+    The vector of element k is written to base + places[k]. Lanes without a plane are 0.
+    """
+    if count < TILE:
+        if lanes < TILE:
+            clear(memory, squares, _SQUARES)
+        if stride == count:
+            copy_elements(memory, squares, source, start, lanes * count)
+        for lane in range(lanes if stride != count else 0):
+            copy_elements(memory, squares + lane * count, source, start + lane * stride, count)
+        turned = squares + TILE * TILE + TILE
+        transpose(memory, turned, TILE, memory, squares, count)
+        for k in range(count):
+            copy_vector(memory, base + places[k], memory, turned + k * TILE)
+        return
+    if lanes < TILE:
+        clear(memory, squares, _SQUARES)
+    for k in range(0, count, TILE):
+        # The last square overlaps the one before.
+        first = min(k, count - TILE)
+        if lanes == TILE:
+            spread(memory, base, places, first, source, start + first, stride)
+        else:
+            for lane in range(lanes):
+                copy_vector(memory, squares + lane * TILE, source, start + lane * stride + first)
+            spread(memory, base, places, first, memory, squares, TILE)
+
+
+def _store_planes(
+    into: np.ndarray,
+    start: int,
+    stride: int,
+    memory: np.ndarray,
+    sums: int,
+    count: int,
+    lanes: int,
+    squares: int,
+) -> None:
+    """Transpose consecutive vectors back, into up to TILE planes."""
+    if count < TILE:
+        # Rows of a square are longer than those of the planes. Each overwrites the end of the one before.
+        transpose(memory, squares, count, memory, sums, TILE)
+        if stride == count:
+            copy_elements(into, start, memory, squares, lanes * count)
+        for lane in range(lanes if stride != count else 0):
+            copy_elements(into, start + lane * stride, memory, squares + lane * count, count)
+        return
+    for k in range(0, count, TILE):
+        first = min(k, count - TILE)
+        if lanes == TILE:
+            transpose(into, start + first, stride, memory, sums + first * TILE, TILE)
+        else:
+            transpose(memory, squares, TILE, memory, sums + first * TILE, TILE)
+            for lane in range(lanes):
+                copy_vector(into, start + lane * stride + first, memory, squares + lane * TILE)
+
+
+def _is_not_finite(memory: np.ndarray, place: int, count: int) -> bool:
+    total, values = 0.0, memory[place : place + count]
+    for k in range(count):
+        total += values[k] * 0.0
     return total != 0.0

@@ -38,8 +38,8 @@ def depthwise_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndar
 
 depthwise_conv_grad.onnx(_body.conv_grad_body)
 depthwise_conv_grad.compiled(
-    views=[3, 3, 2, 3, 2, 1],
-    scratch=[4],
+    views=[1] * 6,
+    scratch=[3],
     plan=_depthwise.plan_grad,
     first=_depthwise.differentiate_strip,
 )(_depthwise.add_strips)
@@ -105,4 +105,4 @@ def depthwise_conv_body(
     return op.Conv(x, w, b, **attributes)
 
 
-depthwise_conv.compiled(views=[3, 2, 1, 3], plan=_depthwise.plan)(_depthwise.convolve_strip)
+depthwise_conv.compiled(views=[1] * 4, plan=_depthwise.plan)(_depthwise.convolve_strip)
