@@ -62,7 +62,7 @@ CASES: dict[str, Geometry] = {
     "16 channels": ([2, 16, 7, 9], [16, 1, 3, 3], {"pads": [1] * 4, "strides": [2, 2]}),
     "channels of several strips": ([2, 20, 70, 60], [20, 1, 3, 3], {"pads": [1] * 4}),
     "strips of 5x5, strided": ([1, 16, 120, 90], [16, 1, 5, 5], {"pads": [2] * 4, "strides": [2, 2]}),
-    "planes smaller than a square": ([3, 37, 3, 3], [37, 1, 3, 3], {"pads": [1] * 4}),
+    "planes smaller than a square": ([3, 19, 3, 3], [19, 1, 3, 3], {"pads": [1] * 4}),
     "small planes and several filters": ([2, 17, 3, 4], [34, 1, 5, 5], {"pads": [2] * 4}),
     "windows of much padding": ([2, 18, 5, 5], [18, 1, 5, 5], {"pads": [2] * 4}),
     "rows of padding": ([2, 17, 4, 5], [17, 1, 1, 3], {"pads": [2, 1, 1, 1]}),
@@ -79,7 +79,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
 def random_geometry(seed: int) -> Geometry:
     random = np.random.default_rng(seed)
     rank = int(random.integers(1, 3))
-    group = int(random.integers(2, 5) if seed % 2 else random.integers(15, 35))
+    group = int(random.integers(2, 5) if seed % 3 else random.integers(15, 20))
     kernel = random.integers(1, 8, rank)
     strides, dilations = random.integers(1, 5, rank), random.integers(1, 4, rank)
     pads = random.integers(0, 6, 2 * rank)
@@ -94,7 +94,7 @@ def random_geometry(seed: int) -> Geometry:
     )
 
 
-GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(50)}}
+GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(45)}}
 
 
 def pads_of(sizes: list[int], kernel: list[int], attributes: dict[str, Any]) -> list[tuple[int, int]]:
