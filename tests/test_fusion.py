@@ -373,6 +373,15 @@ def test_sigmoid_is_precise_where_it_is_small(before: str) -> None:
     np.testing.assert_allclose(grad, -exact * (1 - exact), rtol=1e-5)
 
 
+def test_masks_of_gradients_are_fused_with_what_they_select() -> None:
+    """The mask of Clip's gradient reads forward values, from which a path leads to the gradient."""
+    model = parse("""g (float[N,64] x, float[64,64] w) => (float[N,64] y) <float a = {0}, float b = {6}>
+        { p = MatMul(x, w) c = Clip(p, a, b) q = MatMul(c, w) d = Clip(q, a, b) y = MatMul(d, w) }""")
+    prepared = prepare_loaded(ortgrad.build_gradient_model(model, wrt="w"), "compiled", bodies=False)
+    assert operators(prepared)["Where"] == 0
+    assert [found[-2:] for found in steps(prepared)].count(["Equal", "Where"]) == 2
+
+
 def test_dropout_and_own_gradients(no_numpy: None) -> None:
     model = parse("""g (float[N,8] x, float[N,8] s) => (float y) <float r = {0.25}, bool t = {1}> {
         a = Mul(x, s)  b, mask = Dropout(a, r, t)  c = Tanh(b)  d = LeakyRelu<alpha = 0.1>(c)

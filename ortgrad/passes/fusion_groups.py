@@ -40,11 +40,16 @@ class Groups:
 
     def merge_all(self) -> list[list[Fusable]]:
         """Merge what can be merged; returns the groups that save time, in the order of the graph."""
-        for each in self._fusable.values():
-            for value in each.values:
-                producer = value.producer()
-                if producer in self._fusable:
-                    self._merge(self._place[producer], self._place[each.node])
+        pairs = [
+            (producer, each)
+            for each in self._fusable.values()
+            for value in each.values
+            if (producer := self._fusable.get(value.producer())) is not None  # type: ignore[arg-type]
+        ]
+        # A boolean value is no result of a fused node, so it is computed with what reads it, if possible. If
+        # the mask of a gradient is merged with forward nodes first, a path leads around through others.
+        for producer, each in sorted(pairs, key=lambda pair: not pair[0].gives_bool):
+            self._merge(self._place[producer.node], self._place[each.node])
         roots = dict.fromkeys(self._find(self._place[node]) for node in self._fusable)
         groups = [_trimmed(self._group(root)) for root in roots]
         return [group for group in groups if pays(group)]
