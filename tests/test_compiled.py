@@ -653,3 +653,31 @@ def test_auto_uses_a_compiled_kernel_only_if_it_is_the_fastest() -> None:
     assert all("ReluGrad" in names for names in kept.values())
     assert "ConvGrad" in kept["auto", 3] & kept["compiled", 3] & kept["compiled", 1]
     assert "ConvGrad" not in kept["auto", 1]
+
+
+BROKEN = """
+import numpy as np, onnx, ortgrad
+from ortgrad.compiled import cache, machine_code
+
+def compile_entry(name):
+    raise AttributeError("Numba has changed")
+
+machine_code._compile_entry, cache.read = compile_entry, lambda key: None
+model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 18]>
+    g (float[2,16,64,64] x, float[16,1,3,3] w) => (float[2,16,62,62] y) <float a = {0}, float b = {6}>
+    { c = Conv<group=16>(x, w) y = Clip(c, a, b) }''')
+built = ortgrad.build_gradient_model(model, wrt="w")
+random = np.random.default_rng(0)
+shapes = {"x": (2, 16, 64, 64), "w": (16, 1, 3, 3), "y_grad": (2, 16, 62, 62)}
+feeds = {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+sessions = (ortgrad.InferenceSession(built, kernels=kernels) for kernels in ("auto", "onnx"))
+found, expected = (session.run(["w_grad"], feeds)[0] for session in sessions)
+np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-2)
+"""
+
+
+def test_a_release_of_numba_whose_compiler_has_changed() -> None:
+    """Kernels are not compiled, with a warning, and sessions run all the same."""
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kernels are not compiled: Numba has changed" in done.stderr

@@ -61,7 +61,7 @@ class Fusable:
 
     @property
     def saves_alone(self) -> bool:
-        """Whether onnxruntime's own kernel is slower than a fused node of this node alone."""
+        """Whether a fused node of this node alone is better than onnxruntime's own kernel."""
         return self.expression.alone > 1
 
     @property

@@ -94,7 +94,7 @@ class Groups:
 
 
 def pays(group: Sequence[Fusable]) -> bool:
-    """Return whether nodes are computed faster by one kernel."""
+    """Return whether nodes should be computed by one kernel."""
     return len(group) > 1 or any(each.saves_alone and fit(group) for each in group)
 
 

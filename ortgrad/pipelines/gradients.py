@@ -268,7 +268,7 @@ def _one(op: Recorder, value: ir.Value, proven: bool) -> ir.Value:
             return one
         # Of an unknown shape to onnxruntime, which would otherwise compute with it before the check fails.
         full = op.Expand(one, op.Shape(value))
-        what = f"a scalar, as which the model declares {value.name}; declare its real shape instead"
+        what = f"a scalar, because the model declares {value.name} as one; declare its real shape instead"
         return op.require(full, [op.Shape(op.Shape(value))], what)
 
 
