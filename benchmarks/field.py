@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import onnx
 from environments import Worker, say
-from measuring import difference, load_all, ratio, take_turns
+from measuring import RunFailedError, difference, load_all, ratio, take_turns
 from peers import WAYS, accepted, start_all
 from tables import number, table
 
@@ -88,7 +88,11 @@ def run_file(path: Path, workers: Sequence[Worker], arguments: argparse.Namespac
         ways = [result for peer, result in results.items() if peer != FORWARD]
         row["difference"] = max((difference(way, ways[0]) for way in ways[1:]), default=0.0)
         active = [worker for worker in workers if worker.peer in results]
-        row["seconds"] = take_turns(active, arguments.rounds, statistics.median, (1, 100)) if active else {}
+        try:
+            if active:
+                row["seconds"] = take_turns(active, arguments.rounds, statistics.median, (1, 100))
+        except RunFailedError as error:
+            row["errors"]["timing"] = str(error)
     return row
 
 

@@ -18,6 +18,10 @@ BURST_SECONDS = 0.25
 PAUSE_SECONDS = 0.1
 
 
+class RunFailedError(Exception):
+    """A peer that ran once could not run again."""
+
+
 def load_all(
     workers: Iterable[Worker], folder: Path, *, build: bool = False, **request: Any
 ) -> tuple[dict[str, Arrays], dict[str, str]]:
@@ -73,7 +77,7 @@ def take_turns(
 def _time(worker: Worker, calls: int, clock: str) -> list[float]:
     answer = worker.ask(do="time", calls=calls, clock=clock)
     if "error" in answer:
-        raise RuntimeError(f"{worker.peer} ran once and then failed: {answer['error']}")
+        raise RunFailedError(f"{worker.peer} ran once and then failed: {answer['error']}")
     seconds: list[float] = answer["seconds"]
     return seconds
 

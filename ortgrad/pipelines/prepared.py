@@ -28,6 +28,7 @@ from ortgrad.passes.open_losses import open_losses
 from ortgrad.passes.pointwise import use_pointwise
 from ortgrad.passes.share_branches import share_branches
 from ortgrad.passes.slices import join_slices
+from ortgrad.passes.transposed_products import use_transposed_products
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Simplify models for sessions.
@@ -35,7 +36,13 @@ FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases)
 # Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
 # after it. Models that are saved keep their nodes.
 BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise,)
-FOR_COMPILED: tuple[Pass, ...] = (use_depthwise, use_max_pool, use_moments, fuse)
+FOR_COMPILED: tuple[Pass, ...] = (
+    use_depthwise,
+    use_max_pool,
+    use_moments,
+    use_transposed_products,
+    fuse,
+)
 
 
 def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:

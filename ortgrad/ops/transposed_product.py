@@ -1,0 +1,76 @@
+"""Products with a transposed matrix, for sessions that run compiled kernels.
+
+The gradient of a matrix of weights is the product of the transposed inputs and dY. onnxruntime's Gemm copies
+parts of a transposed left factor again for every block of columns. Here it is transposed once, before the
+product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortgrad.compiled.functions import TILE
+from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
+from ortgrad.ops._transposition import turn
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Recorder
+
+
+def _shapes(a: Operand, b: Operand) -> Sequence[Shape | None]:
+    rows = a.shape[1] if a.shape is not None else None
+    return [(rows, b.shape[1] if b.shape is not None else None)]
+
+
+@operator(
+    "TransposedProduct",
+    domain=INTERNAL_DOMAIN,
+    inputs=["A", "B"],
+    outputs=["Y"],
+    shapes=_shapes,
+    dims={"A": "K M", "B": "K N"},
+)
+def transposed_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Y = transposed A B"""
+    return a.T @ b
+
+
+@transposed_product.onnx
+def transposed_product_body(op: Recorder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return op.Gemm(a, b, transA=1)
+
+
+# With fewer terms, Gemm copies less than the transposition does.
+FEWEST_TERMS = 48
+
+
+def plan(a: Sequence[int], b: Sequence[int], y: Sequence[int]) -> Plan | None:
+    """Return the plan; None for tensors without elements."""
+    (terms, rows), columns = a, b[1]
+    if not terms * rows * columns:
+        return None
+    turned = terms >= FEWEST_TERMS
+    left = Matrix("turned", rows, terms) if turned else Matrix("a", terms, rows)
+    into, right = Matrix("y", rows, columns), Matrix("b", terms, columns)
+    return Plan(
+        tasks=-(-rows // TILE) if turned else 0,
+        views=[(terms * rows,), (terms * columns,), (rows * columns,)],
+        numbers={"terms": terms},
+        work=terms * rows,
+        scratch=[(rows * terms if turned else 0,)],
+        after=[Product(into, left, right, "" if turned else "left")],
+    )
+
+
+@transposed_product.compiled(views=[1] * 3, scratch=[1], plan=plan, products=True)
+def transposed_product_task(
+    task: int, a: np.ndarray, b: np.ndarray, y: np.ndarray, turned: np.ndarray, terms: int
+) -> None:
+    """Copy up to TILE columns of A into rows."""
+    turn(turned, a, task * TILE, terms)
