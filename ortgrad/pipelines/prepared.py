@@ -28,6 +28,7 @@ from ortgrad.passes.open_losses import open_losses
 from ortgrad.passes.pointwise import use_pointwise
 from ortgrad.passes.share_branches import share_branches
 from ortgrad.passes.slices import join_slices
+from ortgrad.passes.swap_axes import use_swap_axes
 from ortgrad.passes.transposed_products import use_transposed_products
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
@@ -41,6 +42,7 @@ FOR_COMPILED: tuple[Pass, ...] = (
     use_max_pool,
     use_moments,
     use_transposed_products,
+    use_swap_axes,
     fuse,
 )
 
