@@ -3,8 +3,8 @@
 The backward node runs the subgraph's forward nodes again, and then their backward nodes. The iterations
 of a loop are processed from last to first: the forward node is changed to save the states at the start of
 every iteration, and the backward node carries the gradients of the states, and a sum for every outer
-value that the body reads. A state that the body passes on unchanged is treated as an outer value, so
-neither it nor its gradient is stacked.
+value that the body reads, unless that sum can be computed after the loop (see _stacked_gradients). A state
+that the body passes on unchanged is treated as an outer value, so neither it nor its gradient is stacked.
 
 The states of a Loop may change their shape from iteration to iteration, but only tensors of equal shapes can
 be stacked. Other states are saved in sequences, by a second Loop that runs the forward body again.
@@ -26,6 +26,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients
 from ortgrad.errors import unknown_rank
 from ortgrad.graph.recorder import RANDOM, Recorder
 from ortgrad.graph.traversal import FLOAT_TYPES, captured_values, dependencies, release_captured
+from ortgrad.ops._stacked_gradients import StackedGradient, stacked_gradient
 
 
 def if_gradient(node: ForwardNode) -> Gradients:
@@ -84,7 +85,9 @@ def loop_gradient(node: ForwardNode) -> Gradients:
         if value.uses():
             provided[value] = front.Reshape(scalar, [1]) if vector else scalar
     body.provide(front, provided)
-    results = _emit(op, "Loop", [trips, None, *step.initial], {"body": body.graph}, step.like)
+    results = _emit(
+        op, "Loop", [trips, None, *step.initial], {"body": body.graph}, [*step.like, *step.like_stacks]
+    )
     grads = step.finish(results)
     for i in step.ends:
         # With no iterations, the initial state is the result.
@@ -130,13 +133,16 @@ def scan_gradient(node: ForwardNode) -> Gradients:
         "num_scan_inputs": len(scans),
         "scan_input_axes": [axis for _, _, axis, _ in scans],
         "scan_input_directions": [direction for *_, direction in scans],
-        "scan_output_axes": [axes[i - count] for i in step.scanned],
-        "scan_output_directions": [1 - directions[i - count] for i in step.scanned],
+        "scan_output_axes": [*(axes[i - count] for i in step.scanned), *(0 for _ in step.stacks)],
+        "scan_output_directions": [
+            *(1 - directions[i - count] for i in step.scanned),
+            *(0 for _ in step.stacks),
+        ],
     }
     operands = [*step.initial, *(tensor for _, tensor, *_ in scans)]
-    like = [*step.like, *(node.input(i) for i in step.scanned)]
+    like = [*step.like, *(node.input(i) for i in step.scanned), *step.like_stacks]
     results = _emit(node.op, "Scan", operands, {k: v for k, v in attributes.items() if v}, like)
-    grads = dict(zip(step.scanned, results[len(step.like) :], strict=True))
+    grads = dict(zip(step.scanned, results[len(step.like) :], strict=False))
     for i in step.flat_scanned:
         if axes[i - count] != 0:
             scanned_value = f"{node.input(i).name!r}, which it scans along axis {axes[i - count]},"
@@ -265,8 +271,13 @@ class _Step:
         seeds |= {outputs.stop + i: value for i, value in self.pieces.items()}
         grads = body.differentiate(seeds, [*targets, *captured])
         totals = {v: g for v, g in zip([*targets, *captured], grads, strict=True) if g is not None}
+        self._deferred = _deferred(node, graph, {v: totals[v] for v in captured if v in totals}, ranked)
+        # What the loop stacks for gradients that are computed after it.
+        self.stacks = {v: shape for each in self._deferred.values() for v, shape in each.operands.items()}
         self.sums = {
-            value: body.value_like(value, f"{value.name}_grad_sum") for value in captured if value in totals
+            value: body.value_like(value, f"{value.name}_grad_sum")
+            for value in captured
+            if value in totals and value not in self._deferred
         }
         self.ends: dict[int, ir.Value] = {}
         if not ranked:
@@ -284,12 +295,16 @@ class _Step:
         after = [totals.get(self.states[i]) or op.full_like(seed, 0.0) for i, seed in self.carried.items()]
         after += [op.sum([total, totals[value]]) for value, total in self.sums.items()]
         after += [totals[body.inputs[i]] for i in self.scanned]
+        after += self.stacks.keys()
         results = body.outputs[outputs]
         body.close(after, keep=[results[i] for i in self.ends])
+        stacks = reversed(self.stacks.items())
+        for output, (value, shape) in zip(reversed(body.graph.outputs), stacks, strict=False):
+            output.type, output.shape = value.type, ir.Shape(shape)
         if ranked:
             ranks = [*(self.states[i] for i in self.carried), *self.sums.values()]
             ranks += [body.inputs[i] for i in self.scanned]
-            for output, value in zip(body.graph.outputs, ranks, strict=True):
+            for output, value in zip(body.graph.outputs, ranks, strict=False):
                 rank = 1 if value.shape is None else len(value.shape)
                 output.type, output.shape = value.type, ir.Shape([None] * rank)
         self.pieces = {i: value for i, value in self.pieces.items() if value.uses()}
@@ -313,15 +328,43 @@ class _Step:
         starts = (self._operands[i] or self.states[i] for i in self.carried)
         return [*starts, *self.sums.values()]
 
+    @property
+    def like_stacks(self) -> list[ir.Value]:
+        """Values with the types and shapes of the stacks, the backward node's last outputs."""
+        stacks = self.stacks.items()
+        return [ir.Value(type=value.type, shape=ir.Shape([None, *shape])) for value, shape in stacks]
+
     def finish(self, results: Sequence[ir.Value]) -> list[ir.Value | None]:
         """Store the sums as gradients of captured values; returns the gradients of the initial states."""
         op = self._node.op
+        stacks = dict(zip(reversed(self.stacks), reversed(results), strict=False))
+        for value, deferred in self._deferred.items():
+            own = [stacks[operand] for operand in deferred.operands]
+            self._node.captured[value] = deferred.compute(op, value, own)
         for value, total in zip(self.sums, results[len(self.carried) :], strict=False):
             flat = value in self._flat
             self._node.captured[value] = op.Reshape(total, op.Shape(value), allowzero=1) if flat else total
         grads: dict[int, ir.Value | None] = dict(zip(self.carried, results, strict=False))
         grads |= {i: self._node.optional_grad(i) for i in self._unchanged}
         return [grads.get(i) for i in range(len(self.states))]
+
+
+def _deferred(
+    node: ForwardNode, graph: ir.Graph, totals: Mapping[ir.Value, ir.Value], ranked: bool
+) -> dict[ir.Value, StackedGradient]:
+    """Return the captured values whose gradients are computed after the loop."""
+    outer = [*(v for v in node.inputs if v is not None), *captured_values(graph)]
+    # Inference gives a unique name to an unknown size, so a name from outside stands for one size.
+    names = {n.value for v in outer for n in v.shape or () if isinstance(n, ir.SymbolicDim)} - {None}
+
+    def is_steady(value: ir.Value) -> bool:
+        if not isinstance(value.type, ir.TensorType) or value.shape is None:
+            return False
+        # In a Scan, all values keep their shape.
+        return ranked or all(isinstance(n, int) or n.value in names for n in value.shape)
+
+    found = {value: stacked_gradient(value, total, is_steady) for value, total in totals.items()}
+    return {value: gradient for value, gradient in found.items() if gradient is not None}
 
 
 def _activated(
