@@ -10,8 +10,8 @@ from ortgrad.ops.transposed_product import FEWEST_TERMS, transposed_product
 from ortgrad.passes.complete import complete_node
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-# With fewer rows or columns, Gemm copies hardly more than the transposition does.
-_ROWS, _COLUMNS = 128, 128
+# With smaller results, Gemm copies hardly more than the transposition does.
+_LARGER, _SMALLER = 192, 48
 
 
 def use_transposed_products(model: ir.Model) -> ir.Model:
@@ -41,7 +41,7 @@ def _is_supported(node: ir.Node) -> bool:
         and (len(node.inputs) < 3 or node.inputs[2] is None)
         and isinstance(rows, int)
         and isinstance(columns, int)
-        and rows >= _ROWS
-        and columns >= _COLUMNS
+        and max(rows, columns) >= _LARGER
+        and min(rows, columns) >= _SMALLER
         and not (isinstance(terms, int) and terms < FEWEST_TERMS)
     )
