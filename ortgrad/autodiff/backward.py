@@ -133,6 +133,7 @@ class BackwardPass:
                 parts = [self.op.sum(parts)]
             self._contributions[value] = parts
         self._name(parts[0], name)
+        self._shape(parts[0], value)
         return parts[0]
 
     def _name(self, grad: ir.Value, name: str) -> None:
@@ -142,6 +143,13 @@ class BackwardPass:
         if recorded and grad not in self._named:
             grad.name = self.op.names.fresh(name)
             self._named.add(grad)
+
+    def _shape(self, grad: ir.Value, value: ir.Value) -> None:
+        """Let a gradient that was recorded here have the shape of its value, which inference may not find."""
+        producer = grad.producer()
+        recorded = producer is not None and producer.graph is None and grad not in self._outside
+        if recorded and grad.shape is None and isinstance(value.type, ir.TensorType):
+            grad.shape = value.shape
 
     def _visit(self, node: ir.Node, grads: Sequence[ir.Value | None]) -> None:
         rule = find_rule(node.op_type, node.domain)

@@ -13,11 +13,52 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
+# Operators whose first output has the shape of their first input, and those that broadcast all inputs.
+_KEEPING = frozenset(
+    [
+        *(
+            "Abs",
+            "Acos",
+            "Acosh",
+            "Asin",
+            "Asinh",
+            "Atan",
+            "Atanh",
+            "Cast",
+            "CastLike",
+            "Ceil",
+            "Celu",
+            "Clip",
+        ),
+        *("Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"),
+        *(
+            "Hardmax",
+            "Identity",
+            "LeakyRelu",
+            "Log",
+            "LogSoftmax",
+            "Mish",
+            "Neg",
+            "Not",
+            "Reciprocal",
+            "Relu",
+        ),
+        *("Round", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt"),
+        *("Tan", "Tanh", "ThresholdedRelu"),
+    ]
+)
+_BROADCASTING = frozenset(["Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum", "Where"])
+
 
 def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:
     """Sum a gradient of the shape of `output` over the axes along which `value` was broadcast."""
     source, target = value.shape, output.shape
     if source is None or target is None:
+        if _keeps_shape(value, output):
+            return grad
+        if source is not None and all(isinstance(dim, int) and dim == 1 for dim in source):
+            summed = op.ReduceSum(grad, keepdims=0)
+            return op.Reshape(summed, [1] * len(source)) if len(source) else summed
         return _unbroadcast_at_run_time(op, grad, value)
     lead = len(target) - len(source)
     if lead < 0:
@@ -42,6 +83,38 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
     # onnxruntime sums along consecutive axes at once, and along the last ones fastest.
     summed = op.ReduceSum(grad, sorted([*axes, *single]), keepdims=1)
     return op.Squeeze(summed, list(range(lead))) if lead else summed
+
+
+def _keeps_shape(value: ir.Value, output: ir.Value) -> bool:
+    """Return whether an operand has the shape of the result, whatever that is."""
+    node = output.producer()
+    if node is None or node.domain not in ("", "ai.onnx"):
+        return False
+    if node.op_type in _KEEPING:
+        return value is node.inputs[0]
+    if node.op_type not in _BROADCASTING:
+        return False
+    operands = [operand for operand in node.inputs if operand is not None]
+    return len({_origin(operand) for operand in operands if not _is_scalar(operand)} | {_origin(value)}) == 1
+
+
+def _origin(value: ir.Value) -> ir.Value:
+    """Return a value that has the same shape, from which this one is computed."""
+    while (node := value.producer()) is not None and node.domain in ("", "ai.onnx"):
+        operands = [operand for operand in node.inputs if operand is not None]
+        if node.op_type in _BROADCASTING:
+            operands = [operand for operand in operands if not _is_scalar(operand)]
+            # Without recursion, so only what is computed from one tensor is recognized.
+            if len(set(operands)) != 1:
+                break
+        elif node.op_type not in _KEEPING or value is not node.outputs[0] or not operands:
+            break
+        value = operands[0]
+    return value
+
+
+def _is_scalar(value: ir.Value) -> bool:
+    return value.shape is not None and len(value.shape) == 0
 
 
 def _unbroadcast_at_run_time(op: Recorder, grad: ir.Value, value: ir.Value) -> ir.Value:

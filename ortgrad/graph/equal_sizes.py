@@ -2,54 +2,133 @@
 
 onnx's shape inference makes up a new name for every size that it cannot compute: for those of a convolution's
 output, even if padding keeps the size, and for what is computed from them. The gradient of an Add would then
-have to find out at run time whether an operand was broadcast.
+have to find out at run time whether an operand was broadcast. Here every size is an expression of those of
+the inputs, and sizes with the same expression get the same name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ortgrad.graph.pool_sizes import POOLS
+from ortgrad.graph.computed_sizes import output_sizes
+from ortgrad.graph.known_elements import Elements
+from ortgrad.graph.size_expressions import Size
+from ortgrad.graph.traversal import subgraphs
 
-_WINDOWS = frozenset(["Conv", *POOLS])
-# Operators with broadcasting whose inputs all take part in it.
-_BROADCASTS = frozenset(
-    [
-        *("Add", "And", "BitShift", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
-        *("Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub", "Sum", "Where", "Xor"),
-    ]
-)
 # How the names begin that onnx makes up; others may stand for different sizes in different places.
 _MADE_UP = "unk__"
 
 
 def name_equal_sizes(graph: ir.Graph) -> None:
     """Rename sizes of the graph's values, in place; the nodes must be in topological order."""
-    names = _Names()
-    names.seen.update(_symbols(*graph.inputs, *graph.initializers.values()))
+    names = _Names(graph)
+    names.visit(graph)
+    names.write(graph)
+
+
+def forget_made_up_names(graph: ir.Graph) -> None:
+    """Let the results of a graph's nodes have no sizes under made-up names, in place.
+
+    Inference does not replace a name by another one, even if it now finds that a size is a known one.
+    """
+    for value in (value for node in graph.all_nodes() for value in node.outputs):
+        if value.shape is not None and any(name.startswith(_MADE_UP) for name in _symbols(value)):
+            dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+            value.shape = ir.Shape([None if str(dim).startswith(_MADE_UP) else dim for dim in dims])
+
+
+class _Names:
+    """What is known about the sizes of the values that were visited, and the names of sizes."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._sizes: dict[ir.Value, list[Size]] = {}
+        self._elements = Elements(self.sizes)
+        # What names stand for that were made up, and the first name of a size.
+        self._meanings: dict[str, Size] = {}
+        self._names: dict[Size, str] = {}
+        self._seen = set(_symbols(*graph.inputs, *graph.initializers.values()))
+        self._made = 0
+
+    def sizes(self, value: ir.Value | None) -> list[Size] | None:
+        """Return the sizes of a value; None if its number of dimensions is unknown."""
+        if value is None or value.shape is None or not isinstance(value.type, ir.TensorType):
+            return None
+        if value not in self._sizes:
+            self._sizes[value] = [self._given(value, i, dim) for i, dim in enumerate(value.shape)]
+        return self._sizes[value]
+
+    def visit(self, graph: ir.Graph) -> None:
+        """Find the sizes of all values of a graph and its subgraphs."""
+        for node in graph:
+            for inner in subgraphs(node):
+                self._seen.update(_symbols(*inner.inputs))
+                self.visit(inner)
+            computed = output_sizes(node, self.sizes, self._elements)
+            for i, output in enumerate(node.outputs):
+                if output.shape is None or not isinstance(output.type, ir.TensorType):
+                    continue
+                found = computed[i] if i < len(computed) else None
+                if found is None or len(found) != len(output.shape):
+                    found = [None] * len(output.shape)
+                self._sizes[output] = [
+                    self._resolve(output, axis, dim, size)
+                    for axis, (dim, size) in enumerate(zip(output.shape, found, strict=True))
+                ]
+                self._seen.update(_symbols(output))
+            self._elements.visit(node)
+
+    def _resolve(self, value: ir.Value, axis: int, dim: int | ir.SymbolicDim, size: Size | None) -> Size:
+        """Return a size of an output, for which onnx has inferred `dim`."""
+        name = None if isinstance(dim, int) else dim.value
+        if name is None:
+            return size if size is not None and not isinstance(dim, int) else self._given(value, axis, dim)
+        # Only a name that occurs for the first time gets a meaning.
+        if name.startswith(_MADE_UP) and name not in self._seen and size is not None:
+            self._meanings[name] = size
+            self._names.setdefault(size, name)
+        return self._given(value, axis, dim)
+
+    def _given(self, value: ir.Value, axis: int, dim: int | ir.SymbolicDim) -> Size:
+        if isinstance(dim, int):
+            return Size.of(dim)
+        if dim.value is None:
+            return Size.atom(("unknown", id(value), axis))
+        return self._meanings.get(dim.value) or Size.atom(dim.value)
+
+    def write(self, graph: ir.Graph) -> None:
+        """Write the sizes to the values of the graph, except for its inputs."""
+        for value in _values(graph):
+            sizes = self.sizes(value)
+            if sizes is None or value.shape is None:
+                continue
+            dims = [self._name(size, dim) for size, dim in zip(sizes, value.shape, strict=True)]
+            if dims != [dim if isinstance(dim, int) else dim.value for dim in value.shape]:
+                value.shape = ir.Shape(dims)
+
+    def _name(self, size: Size, dim: int | ir.SymbolicDim) -> int | str | None:
+        number, single = size.number, size.single
+        if number is not None:
+            return number if number >= 0 or isinstance(dim, int) else dim.value
+        if isinstance(single, str):
+            return single
+        if size not in self._names:
+            if isinstance(single, tuple) and single[0] == "unknown":
+                return None
+            self._made += 1
+            while f"{_MADE_UP}{self._made}'" in self._seen:
+                self._made += 1
+            self._names[size] = f"{_MADE_UP}{self._made}'"
+        return self._names[size]
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     for node in graph:
-        sizes = _FUNCTIONS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        for output in node.outputs:
-            # All outputs of these operators have one shape.
-            if sizes is not None and output.shape is not None:
-                for dim, size in zip(output.shape, sizes(node, names), strict=False):
-                    if size is not None:
-                        names.equate(dim, size)
-            names.seen.update(_symbols(output))
-    if not names.renamed:
-        return
-    values = (v for n in graph.all_nodes() for v in (*n.outputs, *(i for g in _inner(n) for i in g.inputs)))
-    for value in values:
-        if value.shape is not None and any(d in names.renamed for d in _symbols(value)):
-            value.shape = ir.Shape([names.current(dim) for dim in value.shape])
-
-
-def _inner(node: ir.Node) -> Iterator[ir.Graph]:
-    return (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
+        for inner in subgraphs(node):
+            yield from _values(inner)
+            yield from inner.inputs
+        yield from node.outputs
 
 
 def _symbols(*values: ir.Value) -> Iterator[str]:
@@ -57,125 +136,3 @@ def _symbols(*values: ir.Value) -> Iterator[str]:
         for dim in value.shape or ():
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
                 yield dim.value
-
-
-# The size (base + offset) // divisor.
-_Size = tuple[str, int, int]
-
-
-@dataclass
-class _Names:
-    """What is known about the names of sizes so far."""
-
-    seen: set[str] = field(default_factory=set)
-    renamed: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, _Size] = field(default_factory=dict)
-    names: dict[_Size, str] = field(default_factory=dict)
-
-    def current(self, dim: int | ir.SymbolicDim) -> int | str | None:
-        """The dimension under its new name."""
-        if isinstance(dim, int) or dim.value is None:
-            return dim if isinstance(dim, int) else None
-        return self.renamed.get(dim.value, dim.value)
-
-    def equate(self, dim: int | ir.SymbolicDim, size: _Size) -> None:
-        """Let a dimension be of this size. Only a name that occurs for the first time is replaced."""
-        name = None if isinstance(dim, int) else dim.value
-        if name is None or not name.startswith(_MADE_UP) or name in self.seen or name in self.renamed:
-            return
-        base, offset, divisor = size
-        if base in self.sizes:
-            # A quotient of a quotient is one: ((n + a) // s + b) // t = (n + a + b s) // (s t).
-            base, first, inner = self.sizes[base]
-            offset, divisor = first + offset * inner, inner * divisor
-        size = base, offset, divisor
-        known = base if (offset, divisor) == (0, 1) else self.names.get(size)
-        if known is not None:
-            self.renamed[name] = known
-        else:
-            self.sizes[name], self.names[size] = size, name
-
-
-def _of_windows(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
-    """The sizes of the output of a convolution or pool."""
-    x, kernel = _input(node, 0), _kernel(node)
-    if x is None or x.shape is None or not kernel or len(x.shape) != len(kernel) + 2:
-        return []
-    rank = len(kernel)
-    auto_pad = _attribute(node, "auto_pad", ir.AttributeType.STRING) or "NOTSET"
-    strides, dilations = (_ints(node, name) or [1] * rank for name in ("strides", "dilations"))
-    pads = (_ints(node, "pads") if auto_pad == "NOTSET" else None) or [0] * (2 * rank)
-    if (len(strides), len(dilations), len(pads)) != (rank, rank, 2 * rank):
-        return []
-    rounds_up = _attribute(node, "ceil_mode", ir.AttributeType.INT) and max(strides) > 1
-    if rounds_up or auto_pad.startswith("SAME"):
-        return []
-    sizes: list[_Size | None] = [None, None]
-    for i in range(rank):
-        dim = names.current(x.shape[2 + i])
-        extent = (kernel[i] - 1) * dilations[i] + 1
-        offset = pads[i] + pads[rank + i] - extent + strides[i]
-        sizes.append((dim, offset, strides[i]) if isinstance(dim, str) else None)
-    return sizes
-
-
-def _kernel(node: ir.Node) -> list[int] | None:
-    given = _ints(node, "kernel_shape")
-    if given or node.op_type != "Conv":
-        return given
-    w = _input(node, 1)
-    sizes = [] if w is None or w.shape is None else list(w.shape)[2:]
-    known = [size for size in sizes if isinstance(size, int)]
-    return known if len(known) == len(sizes) else None
-
-
-def _ints(node: ir.Node, name: str) -> list[int]:
-    return list(_attribute(node, name, ir.AttributeType.INTS) or ())
-
-
-def _attribute(node: ir.Node, name: str, kind: ir.AttributeType) -> Any:
-    """The value of an attribute; None if it is absent or not of this kind, which is for others to report."""
-    attribute = node.attributes.get(name)
-    return attribute.value if attribute is not None and attribute.type == kind else None
-
-
-def _input(node: ir.Node, i: int) -> ir.Value | None:
-    return node.inputs[i] if i < len(node.inputs) else None
-
-
-def _of_operands(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
-    """The sizes of operands that are broadcast, where all have the same or 1."""
-    shapes = [value.shape for value in node.inputs if value is not None]
-    if any(shape is None for shape in shapes):
-        return []
-    lists = [[names.current(dim) for dim in shape] for shape in shapes if shape is not None]
-    rank = max(map(len, lists), default=0)
-    sizes: list[_Size | None] = []
-    for axis in range(-rank, 0):
-        dims = {dims[axis] for dims in lists if -axis <= len(dims)} - {1}
-        dim = dims.pop() if len(dims) == 1 else None
-        sizes.append((dim, 0, 1) if isinstance(dim, str) else None)
-    return sizes
-
-
-def _of_scales(node: ir.Node, names: _Names) -> Sequence[_Size | None]:
-    """The sizes that a Resize keeps."""
-    x, scales = _input(node, 0), _input(node, 2)
-    tensor = None if scales is None or scales.is_graph_input() else ir.convenience.get_const_tensor(scales)
-    if x is None or x.shape is None or tensor is None or tensor.size != len(x.shape):
-        return []
-    mode = _attribute(node, "coordinate_transformation_mode", ir.AttributeType.STRING)
-    if "axes" in node.attributes or mode == "tf_crop_and_resize":
-        return []
-    kept = tensor.numpy() == 1
-    dims = [names.current(dim) for dim in x.shape]
-    return [
-        (dim, 0, 1) if keeps and isinstance(dim, str) else None for dim, keeps in zip(dims, kept, strict=True)
-    ]
-
-
-_FUNCTIONS: dict[str, Callable[[ir.Node, _Names], Sequence[_Size | None]]] = {
-    **dict.fromkeys(_WINDOWS, _of_windows),
-    **dict.fromkeys(_BROADCASTS, _of_operands),
-    "Resize": _of_scales,
-}

@@ -11,22 +11,30 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from ortgrad.graph.equal_sizes import forget_made_up_names
 from ortgrad.graph.inference import infer_types
 
 Dims = tuple["int | str | None", ...]
 # The shapes of a state during and after the loop, by the indices of the loop and the state.
 Shapes = dict[tuple[int, int], tuple["Dims | None", "Dims | None"]]
 
+# How often the initial shapes of states are looked at again.
+_MOST_ROUNDS = 6
+
 
 def infer_loop_shapes(model: ir.Model) -> None:
     """Infer the shapes of loop states, in place; types must be inferred already."""
     found: Shapes = {}
     new: Shapes = {key: (start, start) for key, start, _ in _states(model) if start is not None}
+    rounds = 0
     while new:
         found |= new
-        # An inner loop may start from a state of the outer one.
+        rounds += 1
+        # A loop may start from a state or result of another one, whose sizes then have other names.
         states = _states(_assuming(model, found))
-        new = {key: (start, start) for key, start, _ in states if start is not None and key not in found}
+        starts = {key: (start, start) for key, start, _ in states if start is not None}
+        changes = rounds < _MOST_ROUNDS
+        new = {k: pair for k, pair in starts.items() if k not in found or (changes and found[k] != pair)}
     assumed: Shapes = {}
     while found != assumed:
         assumed, found = found, {}
@@ -77,6 +85,7 @@ def _join(one: Dims | None, other: Dims | None) -> Dims | None:
 
 def _apply(model: ir.Model, shapes: Shapes) -> None:
     for number, (node, body) in enumerate(_loops(model)):
+        forget_made_up_names(body)
         for i, (before, result) in enumerate(zip(body.inputs[2:], node.outputs, strict=False)):
             during, final = shapes.get((number, i), (None, None))
             if during is not None:

@@ -1,16 +1,13 @@
-"""Names for the dimensions of inputs that have none, while a gradient is built.
+"""Names for the dimensions of inputs that have none, while a gradient is built or a session is prepared.
 
 Two unknown dimensions may differ; two of the same name do not. With names, inference proves that the values
-that are computed from an input of shape [?, 4] have the same length, and no gradient is summed at run time.
+that are computed from an input of shape [?, 4] have the same length: no gradient is summed at run time, and
+element-wise nodes can be fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_ir as ir
-
-from ortgrad.graph.traversal import subgraphs
 
 
 def name_dimensions(model: ir.Model) -> set[str]:
@@ -33,20 +30,12 @@ def name_dimensions(model: ir.Model) -> set[str]:
 
 
 def forget_dimensions(model: ir.Model, made: set[str]) -> None:
-    """Remove the names again, in place."""
+    """Remove the names from the inputs and outputs again, in place; in between they do no harm."""
     if not made:
         return
-    for value in _values(model.graph):
+    for value in (*model.graph.inputs, *model.graph.outputs):
         shape = value.shape
         if shape is not None and any(isinstance(d, ir.SymbolicDim) and d.value in made for d in shape):
             value.shape = ir.Shape(
                 [None if isinstance(d, ir.SymbolicDim) and d.value in made else d for d in shape]
             )
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    for node in graph:
-        yield from node.outputs
-        for inner in subgraphs(node):
-            yield from _values(inner)

@@ -24,6 +24,7 @@ from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
 from ortgrad.passes.max_pools import use_max_pool
 from ortgrad.passes.moments import use_moments
+from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.open_losses import open_losses
 from ortgrad.passes.pointwise import use_pointwise
 from ortgrad.passes.share_branches import share_branches
@@ -51,6 +52,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = inline(read(_with_empty_tensors(source)), _holds_gradients)
     compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
+    dimensions = name_dimensions(model)
     sessions = () if bodies else FOR_SESSIONS
     model = run(model, *OPENING, *sessions, *(BEFORE_BODIES if compiled else ()))
     # Compiled sessions merge nodes around convolutions instead.
@@ -63,6 +65,7 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
         model = open_losses(model, compiled=compiled)
         if compiled:
             model = run(model, *FOR_COMPILED)
+    forget_dimensions(model, dimensions)
     prepared = write(model, source)
     # onnx-ir drops training_info.
     prepared.training_info.extend(source.training_info)
