@@ -8,7 +8,7 @@ the sum as its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.declaration import DOMAIN
 
 Dimension = int | ir.SymbolicDim | None
+Stacks = Mapping[ir.Value, ir.Value]
 
 
 @dataclass(frozen=True)
@@ -25,50 +26,89 @@ class StackedGradient:
 
     # The shapes of what is stacked in every iteration.
     operands: dict[ir.Value, tuple[Dimension, ...]]
-    # Takes the outer value and the stacks.
-    compute: Callable[[Recorder, ir.Value, Sequence[ir.Value]], ir.Value]
+    # Takes the stacks of the operands.
+    compute: Callable[[Recorder, Stacks], ir.Value]
 
 
 def stacked_gradient(
-    value: ir.Value, term: ir.Value, is_steady: Callable[[ir.Value], bool]
+    value: ir.Value, grad: ir.Value, is_steady: Callable[[ir.Value], bool]
 ) -> StackedGradient | None:
-    """Return how the sum of a term over all iterations is computed after the loop; None if it is not.
+    """Return how the sum over all iterations is computed after the loop; None if it is not.
 
-    `value` is the outer value whose gradient the sum is. Only what has the same shape in all iterations can
-    be stacked; `is_steady` tells for some values that they have.
+    `grad` is the gradient of an outer value in one iteration. Only what has the same shape in all iterations
+    can be stacked; `is_steady` tells for some values that they have.
     """
-    node, shape = term.producer(), value.shape
-    inputs = [] if node is None else [each for each in node.inputs if each is not None]
-    if node is None or shape is None or len(inputs) != len(node.inputs):
-        return None
-    if (node.domain, node.op_type) == ("", "Gemm") and _multiplies_transposed(node):
-        # Both factors have as many rows. An empty stack has the columns that are known.
-        steady = next((each for each in inputs if is_steady(each)), None)
-        if steady is None or steady.shape is None or not all(isinstance(size, int) for size in shape):
+    return None if value.shape is None else _Finder(value, is_steady).find(grad, tuple(value.shape))
+
+
+class _Finder:
+    """Finds the operands of the gradient of a value."""
+
+    def __init__(self, value: ir.Value, is_steady: Callable[[ir.Value], bool]) -> None:
+        self._value = value
+        self._is_steady = is_steady
+
+    def find(
+        self, grad: ir.Value, shape: Sequence[Dimension], turned: bool = False
+    ) -> StackedGradient | None:
+        """`shape` is that of the gradient. With `turned`, its transpose is to be computed."""
+        node = grad.producer()
+        inputs = [] if node is None else [each for each in node.inputs if each is not None]
+        if node is None or len(inputs) != len(node.inputs):
+            return None
+        if (node.domain, node.op_type) == (DOMAIN, "GatherGrad"):
+            return None if turned else self._gathered(node)
+        if node.domain:
+            return None
+        if node.op_type in ("Add", "Sum"):
+            parts = [self.find(each, shape, turned) for each in inputs]
+            known = [part for part in parts if part is not None]
+            return _sum(known) if len(known) == len(parts) else None
+        if node.op_type == "Transpose":
+            turns = len(shape) == 2 and list(node.attributes.get_ints("perm", [1, 0])) == [1, 0]
+            return self.find(inputs[0], shape[::-1], not turned) if turns else None
+        return self._product(node, inputs, shape, turned) if node.op_type == "Gemm" else None
+
+    def _product(
+        self, node: ir.Node, factors: Sequence[ir.Value], shape: Sequence[Dimension], turned: bool
+    ) -> StackedGradient | None:
+        flags = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
+        scale = node.attributes.get_float("alpha", 1.0)
+        # Both factors have as many rows. Their columns are known, so that an empty stack has them as well.
+        steady = next((each for each in factors if self._is_steady(each)), None)
+        sizes = [size for size in shape if isinstance(size, int)]
+        if flags != [1, 0] or len(factors) != 2 or len(sizes) != 2 or steady is None or steady.shape is None:
             return None
         rows = steady.shape[0]
-        return StackedGradient({each: (rows, n) for each, n in zip(inputs, shape, strict=True)}, _product)
-    if (node.domain, node.op_type) == (DOMAIN, "GatherGrad") and node.attributes.get_int("axis", 0) == 0:
-        _, indices, terms = inputs
-        if is_steady(indices) and indices.shape is not None:
-            sizes = tuple(indices.shape)
-            return StackedGradient({indices: sizes, terms: (*sizes, *shape[1:])}, _gathered)
-    return None
+        if isinstance(rows, int) and rows * sum(sizes) > sizes[0] * sizes[1]:
+            # The stacks would be larger than the sum.
+            return None
+
+        def compute(op: Recorder, stacks: Stacks) -> ir.Value:
+            left, right = (op.Flatten(stacks[each], axis=2) for each in factors)
+            left, right = (right, left) if turned else (left, right)
+            return op.Gemm(left, right, transA=1, alpha=None if scale == 1 else scale)
+
+        return StackedGradient({each: (rows, n) for each, n in zip(factors, sizes, strict=True)}, compute)
+
+    def _gathered(self, node: ir.Node) -> StackedGradient | None:
+        _, indices, terms = node.inputs
+        value, shape = self._value, self._value.shape
+        if node.attributes.get_int("axis", 0) or indices is None or terms is None or shape is None:
+            return None
+        if not self._is_steady(indices) or indices.shape is None:
+            return None
+
+        def compute(op: Recorder, stacks: Stacks) -> ir.Value:
+            whole, places = op.shape_of(value), stacks[indices]
+            # An empty stack has no sizes that are not known before.
+            sizes = op.Concat(op.Shape(places), op.Slice(whole, [1], [2**63 - 1], [0]), axis=0)
+            return op.GatherGrad(whole, places, op.Reshape(stacks[terms], sizes, allowzero=1), axis=0)
+
+        own = tuple(indices.shape)
+        return StackedGradient({indices: own, terms: (*own, *tuple(shape)[1:])}, compute)
 
 
-def _multiplies_transposed(node: ir.Node) -> bool:
-    integers, scale = node.attributes.get_int, node.attributes.get_float("alpha", 1.0)
-    return (integers("transA", 0), integers("transB", 0), scale, len(node.inputs)) == (1, 0, 1.0, 2)
-
-
-def _product(op: Recorder, value: ir.Value, stacks: Sequence[ir.Value]) -> ir.Value:
-    left, right = (op.Flatten(stack, axis=2) for stack in stacks)
-    return op.Gemm(left, right, transA=1)
-
-
-def _gathered(op: Recorder, value: ir.Value, stacks: Sequence[ir.Value]) -> ir.Value:
-    indices, terms = stacks
-    shape = op.shape_of(value)
-    # An empty stack has no sizes that are not known before.
-    sizes = op.Concat(op.Shape(indices), op.Slice(shape, [1], [2**63 - 1], [0]), axis=0)
-    return op.GatherGrad(shape, indices, op.Reshape(terms, sizes, allowzero=1), axis=0)
+def _sum(parts: Sequence[StackedGradient]) -> StackedGradient:
+    operands = {operand: shape for part in parts for operand, shape in part.operands.items()}
+    return StackedGradient(operands, lambda op, stacks: op.sum([each.compute(op, stacks) for each in parts]))

@@ -339,8 +339,7 @@ class _Step:
         op = self._node.op
         stacks = dict(zip(reversed(self.stacks), reversed(results), strict=False))
         for value, deferred in self._deferred.items():
-            own = [stacks[operand] for operand in deferred.operands]
-            self._node.captured[value] = deferred.compute(op, value, own)
+            self._node.captured[value] = deferred.compute(op, stacks)
         for value, total in zip(self.sums, results[len(self.carried) :], strict=False):
             flat = value in self._flat
             self._node.captured[value] = op.Reshape(total, op.Shape(value), allowzero=1) if flat else total
