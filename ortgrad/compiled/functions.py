@@ -270,6 +270,22 @@ def copy_row(into: np.ndarray, source: np.ndarray) -> None:
         into[k] = source[k]
 
 
+def copy_listed(
+    into: np.ndarray, place: int, source: np.ndarray, start: int, places: np.ndarray, first: int, last: int
+) -> None:
+    """into[place + k] = source[start + places[k]] for k from first to last"""
+    for k in range(first, last):
+        into[place + k] = source[start + places[k]]
+
+
+def add_listed(
+    into: np.ndarray, place: int, places: np.ndarray, first: int, last: int, source: np.ndarray, start: int
+) -> None:
+    """into[place + places[k]] += source[start + k] for k from first to last, if all places are different"""
+    for k in range(first, last):
+        into[place + places[k]] += source[start + k]
+
+
 SUMS = 256
 SLACK = 64
 # The most rows of add_products; its columns are a multiple of TILE.
@@ -300,6 +316,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "multiply_panel": multiply_panel,
     "add_row": add_row,
     "copy_row": copy_row,
+    "copy_listed": copy_listed,
+    "add_listed": add_listed,
     "spread": spread,
     "convolve": convolve,
     "correlate": correlate,

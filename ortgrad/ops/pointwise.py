@@ -2,7 +2,8 @@
 
 A convolution whose kernel has one tap, without strides and pads, is a product of matrices for each sample.
 Where sessions run compiled kernels, onnxruntime's Gemm computes those of its gradient on the tensors as they
-are. In standard operators W would be transposed, and with more than one sample X and dY as well.
+are. In standard operators W would be transposed, and with more than one sample X and dY as well. Products of
+few positions are computed by the kernel itself (see ortgrad.ops.conv._few_positions).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double, transp
 from ortgrad.operators.compiled import Matrix, Plan, Product
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, operator
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
-from ortgrad.ops._windows import windows
+from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv import _body, _numpy
+from ortgrad.ops.conv._few_positions import few_channels_task, few_weights_task
+from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
 from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
 
 
@@ -38,11 +41,25 @@ def pointwise_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndar
 
 pointwise_conv_grad.onnx(_body.conv_grad_body)
 
+# As many tasks as keep several threads busy, if each has enough products.
+_TASKS, _PRODUCTS = 16, 1 << 20
+
 
 def is_pointwise(w: Sequence[int | None], attributes: dict[str, Any]) -> bool:
     """Return whether a convolution with these weights and attributes is known to be pointwise."""
     ones = all(size == 1 for size in w[2:]) and all(step == 1 for step in attributes.get("strides") or ())
     return len(w) > 2 and ones and attributes.get("group", 1) == 1 and not any(attributes.get("pads") or ())
+
+
+def _dx_pays(few: FewPositions) -> bool:
+    """Return whether dX is faster without Gemm, which copies W for every product, as was measured."""
+    return 2 <= few.rows <= 112 and few.filters >= 32 and few.rows * few.channels <= 1 << 15
+
+
+def _dw_pays(few: FewPositions) -> bool:
+    """The same for dW. The products of one sample are as fast with Gemm."""
+    small = few.rows <= 32 or (few.rows <= 400 and few.filters * few.channels <= 1 << 14)
+    return few.samples > 1 and small
 
 
 def plan(
@@ -64,10 +81,16 @@ def plan(
         return None
     if not samples * filters * channels * positions:
         return None
+    size, one, zero = (1, 1, positions), (1, 1, 1), (0, 0, 0)
+    few = FewPositions(Windows(size, size, one, one, one, zero, zero), samples, 1, filters, channels)
+    few_dx = dx is not None and few.dx_is_possible and _dx_pays(few)
+    few_dw = dw is not None and few.dw_is_possible and _dw_pays(few)
+    products = few.rows * filters * channels
+    few_tasks = Division.of(few, min(_TASKS, max(1, products // _PRODUCTS)), dx=few_dx, dw=few_dw)
     before, after = [], []
     # Gemm would transpose W again for every sample.
-    turned = dx is not None and samples > 1
-    for n in range(samples if dx is not None else 0):
+    turned = dx is not None and not few_dx and samples > 1
+    for n in range(samples if dx is not None and not few_dx else 0):
         into = Matrix("dx", channels, positions, n * channels * positions)
         grads = Matrix("dy", filters, positions, n * filters * positions)
         if turned:
@@ -77,7 +100,7 @@ def plan(
     # With several samples, either their products are added up or X and dY have their samples beside the
     # positions first, whichever writes fewer elements.
     joined = summed = False
-    if dw is not None and samples > 1:
+    if dw is not None and not few_dw and samples > 1:
         joined = positions * (filters + channels) <= filters * channels
         summed = not joined
     if summed:
@@ -86,7 +109,7 @@ def plan(
             grads = Matrix("dy", filters, positions, n * filters * positions)
             values = Matrix("x", channels, positions, n * channels * positions)
             before.append(Product(into, grads, values, "right"))
-    elif dw is not None:
+    elif dw is not None and not few_dw:
         names = ("joined_dy", "joined_x") if joined else ("dy", "x")
         into, columns = Matrix("dw", filters, channels), samples * positions
         factors = (Matrix(names[0], filters, columns), Matrix(names[1], channels, columns))
@@ -96,8 +119,10 @@ def plan(
     sums = groups_of(filters * channels) if summed else 0
     sizes = [math.prod(shape) if shape is not None else 0 for shape in (dy, x, w, dx, dw, db)]
     work = sizes[2] * turned, (sizes[0] + sizes[1]) * joined, samples * sizes[4] * summed
+    few_work = products // 16 * (few_dx + few_dw)
+    others = turns + copies + sums + (-(-filters // few.biases_of_task) if db is not None else 0)
     return Plan(
-        tasks=turns + copies + sums + (filters if db is not None else 0),
+        tasks=few_tasks.dx_tasks + few_tasks.dw_tasks + others,
         views=[(size,) for size in sizes],
         numbers={
             "samples": samples,
@@ -106,13 +131,20 @@ def plan(
             "turns": turns,
             "copies": copies,
             "sums": sums,
+            "biases": few.biases_of_task,
+            "geometry": few.geometry,
+            "few": few_tasks.numbers,
+            "few_dx": few_tasks.dx_tasks,
+            "few_dw": few_tasks.dw_tasks,
+            "offsets": [0],
         },
-        work=max(1, sum(work) + sizes[0] * (db is not None)),
+        work=max(1, sum(work) + few_work + sizes[0] * (db is not None)),
         scratch=[
             (sizes[2] * turned,),
             (sizes[0] * joined,),
             (sizes[1] * joined,),
             (samples, filters * channels) if summed else (0, 0),
+            (few_tasks.memory,),
         ],
         before=before,
         after=after,
@@ -131,17 +163,31 @@ def pointwise_task(
     joined_dy: np.ndarray,
     joined_x: np.ndarray,
     products: np.ndarray,
+    memory: np.ndarray,
     samples: int,
     filters: int,
     positions: int,
     turns: int,
     copies: int,
     sums: int,
-) -> None:
-    """Transpose W of some channels, join the samples of a channel, add up dW of them, or dB of a filter."""
+    biases: int,
+    geometry: np.ndarray,
+    few: np.ndarray,
+    few_dx: int,
+    few_dw: int,
+    offsets: np.ndarray,
+) -> bool:
+    """Compute dX or dW of few positions; transpose W of some channels, join the samples of a channel, add up
+    dW of them, or dB of some filters."""
+    if task < few_dx:
+        return few_channels_task(task, dy, w, dx, memory, geometry, few, offsets)
+    task -= few_dx
+    if task < few_dw:
+        return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
+    task -= few_dw
     if task < turns:
         _turn(turned, w, task * TILE, filters)
-        return
+        return False
     task -= turns
     if task < copies:
         if task < filters:
@@ -151,17 +197,24 @@ def pointwise_task(
     elif task < copies + sums:
         add_blocks(products, (task - copies) * SUMS, dw)
     else:
-        channel = task - copies - sums
-        total = double(0.0)
-        for n in range(samples):
-            place = (n * filters + channel) * positions
-            for first in range(0, positions, CHUNK):
-                values = dy[place + first : place + min(first + CHUNK, positions)]
-                part = 0.0
-                for k in range(len(values)):
-                    part += values[k]
-                total += part
-        db[channel] = total
+        first = (task - copies - sums) * biases
+        for channel in range(first, min(first + biases, filters)):
+            _add_up(db, channel, dy, samples, filters, positions)
+    return False
+
+
+def _add_up(db: np.ndarray, channel: int, dy: np.ndarray, samples: int, filters: int, positions: int) -> None:
+    """Compute dB of a filter."""
+    total = double(0.0)
+    for n in range(samples):
+        place = (n * filters + channel) * positions
+        for first in range(0, positions, CHUNK):
+            values = dy[place + first : place + min(first + CHUNK, positions)]
+            part = 0.0
+            for k in range(len(values)):
+                part += values[k]
+            total += part
+    db[channel] = total
 
 
 def _turn(turned: np.ndarray, w: np.ndarray, first: int, filters: int) -> None:
@@ -185,4 +238,4 @@ def _join(
         copy_elements(into, (channel * samples + n) * positions, source, start, positions)
 
 
-pointwise_conv_grad.compiled(views=[1] * 6, scratch=[1, 1, 1, 2], plan=plan, products=True)(pointwise_task)
+pointwise_conv_grad.compiled(views=[1] * 6, scratch=[1, 1, 1, 2, 1], plan=plan, products=True)(pointwise_task)

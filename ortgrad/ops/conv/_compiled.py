@@ -29,8 +29,11 @@ from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv._compiled_dw import aligned, weights_task
 from ortgrad.ops.conv._compiled_dx import channels_task
+from ortgrad.ops.conv._few_positions import DW_IS_FEW, DX_IS_FEW, few_channels_task, few_weights_task
+from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
 from ortgrad.ops.conv._geometry import (
     COLUMNS,
+    DB_FILTERS,
     DW_SKIPS,
     DW_TASKS,
     DX_TASKS,
@@ -66,6 +69,8 @@ _BLOCKS, _BLOCKS_OF_PARTS = 2, 4
 _MOST_PRODUCTS_LEFT = 0.97
 # Pairs fill tiles, and squares that are transposed at once.
 _PAIRS = 48
+# The way for few positions is taken if it is expected to need less than such a part of the time.
+_GAIN = 0.92
 
 
 def plan(
@@ -88,24 +93,29 @@ def plan(
     unit = taps if skips else 1
     pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps, tasks, unit)
     dw_tasks = group * -(-filters // COLUMNS) * -(-channels * taps // pairs)
+    few = FewPositions(win, samples, group, filters, channels)
+    few_dx = dx is not None and few.dx_is_possible and few.dx_time < _GAIN * _dx_time(few, division)
+    few_dw = dw is not None and few.dw_is_possible and few.dw_time < _GAIN * _dw_time(few, ranges, skips)
+    few_tasks = Division.of(few, tasks, dx=few_dx, dw=few_dw)
+    dx_tasks, dw_tasks = few_tasks.dx_tasks or dx_tasks, few_tasks.dw_tasks or dw_tasks
     dx_tasks, dw_tasks = dx_tasks if dx else 0, dw_tasks if dw else 0
-    x_in_place = not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
+    x_in_place, x_box, box = few.in_place, few.box, division.box
     dy_in_place = win.outputs == win.sizes == division.box and positions % TILE == 0
-    x_box, box = win.sizes if x_in_place else win.reach, division.box
-    dy_boxes = samples * dy[1] if dx and not dy_in_place else 0
-    x_boxes = samples * x[1] if dw and not x_in_place else 0
-    transpositions = samples * group * -(-filters // TILE) if dw else 0
+    dy_boxes = samples * dy[1] if dx and not dy_in_place and not few_dx else 0
+    x_boxes = samples * x[1] if dw and not x_in_place and not few_dw else 0
+    transpositions = samples * group * -(-filters // TILE) if dw and not few_dw else 0
     geometry = (
         *(*win.outputs, *win.sizes, *win.strides, *win.heads, *x_box, *box, *division.heads),
         *(samples, group, filters, channels, taps, x_in_place, dy_in_place, division.panels),
         *(dy_boxes, x_boxes, transpositions, dx_tasks, dw_tasks),
         *(division.channels_of_task, division.blocks_of_task, pairs, skips, win.kernel[2]),
+        few.biases_of_task,
     )
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(
-            dy_boxes + x_boxes + transpositions + (w[0] if dx else 0),
-            dx_tasks + dw_tasks + (w[0] if db else 0),
+            dy_boxes + x_boxes + transpositions + (w[0] if dx and not few_dx else 0),
+            dx_tasks + dw_tasks + (-(-w[0] // few.biases_of_task) if db else 0),
         ),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
         numbers={
@@ -115,15 +125,40 @@ def plan(
             "parts": table,
             "offsets": [_place(reach, x_box) for reach in _reaches(win)],
             "ranges": [number for tap in ranges for number in tap],
+            "few": few_tasks.numbers,
         },
         work=samples * math.prod(w) * positions // 8,
         scratch=[
             # Columns are read up to a multiple of 16, and the last row has no other behind it.
             (dy_boxes * math.prod(box) + COLUMNS + TILE + box[2] if dy_boxes else 0,),
             (x_boxes * math.prod(x_box),),
-            (transpositions * TILE * positions + TILE if dw else 0,),
+            (transpositions * TILE * positions + TILE if transpositions else 0,),
+            (few_tasks.memory,),
         ],
     )
+
+
+def _dx_time(few: FewPositions, division: _Division) -> float:
+    """About how long dX takes, in nanoseconds, as was measured."""
+    filters, channels = few.filters * few.group, few.channels * few.group
+    boxes, lines = math.prod(division.box), division.box[0] * division.box[1]
+    time = 2100 + 406 * division.table()[0] + 0.0184 * TILE * filters * division.cost
+    time += filters * (0.206 * few.channels * few.taps + few.samples * (0.128 * boxes + 5.5 * lines) + 18)
+    return time + 0.75 * few.samples * channels * math.prod(few.win.sizes)
+
+
+def _dw_time(few: FewPositions, ranges: list[Sizes], skips: bool) -> float:
+    """The same for dW."""
+    pairs, filters = few.channels * few.taps, -(-few.filters // TILE) * TILE
+    products = few.rows * filters * few.group * -(-pairs // TILE_ROWS) * TILE_ROWS
+    if skips:
+        seen = sum((bottom - top) * (right - left) for top, bottom, left, right in ranges)
+        products = few.samples * seen * filters * few.group * -(-few.channels // TILE_ROWS) * TILE_ROWS
+    tiles = -(-pairs // TILE_ROWS) * -(-filters // COLUMNS) * -(-few.rows // TERMS) * few.group
+    time = 1700 + 910 * few.group + 0.0186 * products + 44 * tiles
+    time += filters * few.group * (0.47 * few.rows + 0.174 * pairs)
+    boxes = 0.1 * math.prod(few.box) + 6.6 * few.box[0] * few.box[1]
+    return time + (0 if few.in_place else few.samples * few.channels * few.group * boxes)
 
 
 def is_fastest(dy: Known, x: Known, w: Known, *, group: int, strides: Sequence[int] | None, **_: Any) -> bool:
@@ -225,7 +260,7 @@ class _Division:
         blocks = _BLOCKS if len(parts) == 1 else _BLOCKS_OF_PARTS
         whole = cls(parts, samples, group, channels, tuple(heads), tuple(box), False, blocks, channels)
         panels = replace(whole, panels=True)
-        best = panels if panels._cost() < whole._cost() else whole
+        best = panels if panels.cost < whole.cost else whole
         while best.table()[0] < tasks and best.blocks_of_task > 1:
             best = replace(best, blocks_of_task=best.blocks_of_task // 2)
         splits = -(-tasks // best.table()[0])
@@ -238,7 +273,9 @@ class _Division:
             return 1, self.samples * math.prod(part.count)
         return self.samples * part.count[0], (part.count[1] - 1) * self.box[2] + part.count[2]
 
-    def _cost(self) -> float:
+    @property
+    def cost(self) -> float:
+        """The time for dX of one filter, in units of that of a product with a vector of 16 channels."""
         cost = 0.0
         for part in self.parts:
             lines, length = self._lines(part)
@@ -309,12 +346,14 @@ def prepare(
     dy_boxes: np.ndarray,
     x_boxes: np.ndarray,
     turned: np.ndarray,
+    memory: np.ndarray,
     geometry: np.ndarray,
     taps: np.ndarray,
     shifts: np.ndarray,
     parts: np.ndarray,
     offsets: np.ndarray,
     ranges: np.ndarray,
+    few: np.ndarray,
 ) -> bool:
     """Copy a channel of dY or X into its box, transpose dY of some filters, or check W of a filter."""
     if task < geometry[DY_BOXES]:
@@ -401,27 +440,34 @@ def conv_grad_task(
     dy_boxes: np.ndarray,
     x_boxes: np.ndarray,
     turned: np.ndarray,
+    memory: np.ndarray,
     geometry: np.ndarray,
     taps: np.ndarray,
     shifts: np.ndarray,
     parts: np.ndarray,
     offsets: np.ndarray,
     ranges: np.ndarray,
+    few: np.ndarray,
 ) -> bool:
-    """Compute dX of some channels and positions, dW of some filters, or dB of a filter."""
+    """Compute dX of some channels and positions, dW of some filters, or dB of some."""
     if task < geometry[DX_TASKS]:
+        if few[DX_IS_FEW] != 0:
+            return few_channels_task(task, dy, w, dx, memory, geometry, few, offsets)
         return channels_task(task, dy, w, dx, dy_boxes, geometry, taps, shifts, parts)
     task -= geometry[DX_TASKS]
     if task < geometry[DW_TASKS]:
+        if few[DW_IS_FEW] != 0:
+            return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
         return weights_task(task, x, dw, x_boxes, turned, geometry, offsets, ranges)
     task -= geometry[DW_TASKS]
     filters, positions = geometry[FILTERS] * geometry[GROUPS], len(dy) // geometry[SAMPLES]
     positions //= filters
-    total = double(0.0)
-    for sample in range(geometry[SAMPLES]):
-        place = (sample * filters + task) * positions
-        values = dy[place : place + positions]
-        for k in range(positions):
-            total += double(values[k])
-    db[task] = total
+    for m in range(task * geometry[DB_FILTERS], min((task + 1) * geometry[DB_FILTERS], filters)):
+        total = double(0.0)
+        for sample in range(geometry[SAMPLES]):
+            place = (sample * filters + m) * positions
+            values = dy[place : place + positions]
+            for k in range(positions):
+                total += double(values[k])
+        db[m] = total
     return False

@@ -15,6 +15,7 @@ DX_CHANNELS, DX_BLOCKS = 34, 35  # of a task: channels, and blocks of positions
 DW_ROWS = 36  # of a task
 DW_SKIPS = 37  # whether the products of dW with padding are left out
 KERNEL_COLUMNS = 38  # taps in a row of the kernel
+DB_FILTERS = 39  # of a task
 
 # Numbers of a part of dX in `parts`: its first task; for each dimension the first position, the number of
 # positions and the remainder of its place divided by the stride; its taps; the tasks in a line of positions.

@@ -60,7 +60,7 @@ def _is_fastest(dy: Known, x: Known, w: Known, *, group: int, **attributes: Any)
 
 conv_grad.compiled(
     views=[1] * 6,
-    scratch=[1] * 3,
+    scratch=[1] * 4,
     plan=_compiled.plan,
     first=_compiled.prepare,
     auto=_is_fastest,

@@ -1,0 +1,143 @@
+"""Plans for convolutions with few positions: how long they take, and their division into tasks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ortgrad.compiled.functions import TILE, TILE_ROWS
+from ortgrad.ops._windows import Windows
+from ortgrad.ops.conv._few_positions import TOGETHER
+
+# Columns of a tile, at most.
+_COLUMNS = 64
+# Columns of a block: for dX those whose weights stay in the cache for all positions, for dW as many as leave
+# the matrix of what windows see in it.
+_MOST_DX_COLUMNS, _MOST_DW_COLUMNS, _CACHED = 144, 256, 4096
+_MOST_ROWS = 512
+_MOST_BIASES, _SUMMANDS = 64, 1 << 14
+
+
+@dataclass(frozen=True)
+class FewPositions:
+    """A convolution in three dimensions; filters and channels are those of a group."""
+
+    win: Windows
+    samples: int
+    group: int
+    filters: int
+    channels: int
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether windows see no padding, so that X and dX need no boxes around their channels."""
+        win = self.win
+        return not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
+
+    @cached_property
+    def box(self) -> tuple[int, ...]:
+        """The sizes of what windows see of a channel of X."""
+        return self.win.sizes if self.in_place else self.win.reach
+
+    @cached_property
+    def taps(self) -> int:
+        return math.prod(self.win.kernel)
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of positions of all samples."""
+        return self.samples * math.prod(self.win.outputs)
+
+    @cached_property
+    def biases_of_task(self) -> int:
+        """For how many filters a task computes dB: few, or many that are soon done."""
+        return max(1, min(_MOST_BIASES, _SUMMANDS // self.rows))
+
+    @property
+    def dx_is_possible(self) -> bool:
+        """Whether a row of weights fills a vector."""
+        return self.rows <= _MOST_ROWS and self.channels * self.taps >= TILE
+
+    @property
+    def dw_is_possible(self) -> bool:
+        return self.rows <= _MOST_ROWS
+
+    # The times were fitted to measurements, in nanoseconds. They are to be compared with those of other ways.
+
+    @property
+    def dx_time(self) -> float:
+        """About how long dX takes."""
+        tiles = -(-self.rows // TILE_ROWS) * -(-self.channels * self.taps // _COLUMNS)
+        tiles *= -(-self.filters // TOGETHER) * self.group
+        return 2300 + 59 * tiles + 0.555 * self._elements + 8.7 * self._rows_of_boxes + self._time_of_products
+
+    @property
+    def dw_time(self) -> float:
+        """About how long dW takes."""
+        tiles = -(-self.filters // TILE_ROWS) * -(-self.channels * self.taps // _COLUMNS) * self.group
+        copies = 0.44 * self._elements + 7.6 * self._rows_of_boxes
+        return 1900 + 560 * self.group + 16 * tiles + copies + self._time_of_products
+
+    @property
+    def _elements(self) -> int:
+        """The number of elements of the matrix of what windows see."""
+        return self.rows * self.channels * self.taps * self.group
+
+    @property
+    def _rows_of_boxes(self) -> int:
+        rows = self.samples * self.channels * self.group * self.win.sizes[0] * self.win.sizes[1]
+        return 0 if self.in_place else rows
+
+    @property
+    def _time_of_products(self) -> float:
+        weights = self.filters * self.channels * self.taps * self.group
+        return 0.0201 * weights * self.rows + 0.06 * weights
+
+    @property
+    def geometry(self) -> list[int]:
+        """What the kernel uses of the geometry (see ortgrad.ops.conv._geometry)."""
+        win = self.win
+        sizes = [*win.outputs, *win.sizes, *win.strides, *win.heads, *self.box, *[0] * 6]
+        numbers = (self.samples, self.group, self.filters, self.channels, self.taps)
+        return [*sizes, *numbers, int(self.in_place)]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How dX and dW, or one of them, are divided into tasks."""
+
+    dx_tasks: int
+    dw_tasks: int
+    memory: int  # elements of the scratch memory
+    numbers: list[int]
+
+    @classmethod
+    def of(cls, few: FewPositions, tasks: int, *, dx: bool, dw: bool) -> Division:
+        """Divide what is to be computed in this way into about so many tasks each."""
+        channels, taps, rows = few.channels, few.taps, few.rows
+        plane = 0 if few.in_place else few.samples * math.prod(few.box)
+        most = max(TILE, -(-channels * few.group // tasks))
+        step = min(most, channels, _block_of_channels(taps, rows))
+        dx_memory = rows * (step * taps // TILE * TILE + TILE) + plane * step + 2 * TILE
+        columns = max(TILE, -(-channels * taps * few.group // tasks) // TILE * TILE)
+        block = max(_COLUMNS, min(_MOST_DW_COLUMNS, _CACHED // rows) // _COLUMNS * _COLUMNS)
+        block = min(columns, block)
+        dw_memory = rows * (block + TILE) + TILE_ROWS * TILE + 2 * TILE
+        dw_memory += plane * ((block + TILE - 1) // taps + 2)
+        dx_tasks = few.group * -(-channels // most) if dx else 0
+        dw_tasks = few.group * max(1, channels * taps // columns) if dw else 0
+        of_dx = dx_tasks * dx_memory
+        numbers = [int(dx), int(dw), of_dx, most, step, dx_memory, columns, block, dw_memory]
+        return cls(dx_tasks, dw_tasks, of_dx + dw_tasks * dw_memory, numbers)
+
+
+def _block_of_channels(taps: int, rows: int) -> int:
+    """Return how many channels have pairs that fill tiles best."""
+    most = max(_COLUMNS, min(_MOST_DX_COLUMNS, 2 * _CACHED // rows))
+
+    def cost(size: int) -> float:
+        columns = -(-size * taps // TILE) * TILE
+        return (columns + 4 * -(-columns // _COLUMNS) + 2) / (size * taps)
+
+    return min(range(max(1, _COLUMNS // 2 // taps), max(1, most // taps) + 1), key=cost)
