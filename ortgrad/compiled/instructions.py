@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -11,6 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from ortgrad.compiled import processor
 from ortgrad.compiled.functions import SUMS
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.libraries import inner
@@ -308,6 +310,75 @@ def free(_: Any, address: Any) -> Any:
     return types.void(WORD), generate
 
 
+def _kept(builder: Any, place: Any) -> Any:
+    """Return the address of a field of the table of released memory."""
+    table = builder.module.globals.get(processor.KEPT)
+    if table is None:
+        count = processor.KEPT_SIZES * processor.KEPT_OF_A_SIZE
+        table = ir.GlobalVariable(builder.module, ir.ArrayType(_WORD, count), processor.KEPT)
+    return builder.gep(table, [_WORD(0), place])
+
+
+@intrinsic
+def _take_kept(_: Any, place: Any) -> Any:
+    """Return an address of released memory, which nobody else takes; 0 if there is none at this place."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("xchg", _kept(builder, arguments[0]), _WORD(0), "acquire")
+
+    return WORD(WORD), generate
+
+
+@intrinsic
+def _keep(_: Any, place: Any, address: Any) -> Any:
+    """Put an address of released memory at a place, and return whether that was empty."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place, address = _kept(builder, arguments[0]), arguments[1]
+        done = builder.cmpxchg(place, _WORD(0), address, "release", "monotonic")
+        return builder.extract_value(done, 1)
+
+    return types.boolean(WORD, WORD), generate
+
+
+# In bytes: the smallest memory that is kept, and what is in front of all memory.
+_LEAST_KEPT, _HEADER = 1 << 15, 64
+_SIZES, _OF_A_SIZE = processor.KEPT_SIZES, processor.KEPT_OF_A_SIZE
+
+
+@functools.partial(inner, inlined=False)
+def _allocate(size: int) -> int:
+    """Return the address of memory; 0 if there is none.
+
+    What tasks release is kept for others, unless it is small or very large. free would return it to the
+    system, and in the next run every page would have to be mapped and cleared again.
+    """
+    kind, length = -1, size
+    if size >= _LEAST_KEPT // 2 and size <= _LEAST_KEPT << (_SIZES - 1):
+        kind, length = 0, _LEAST_KEPT
+        while length < size:
+            kind, length = kind + 1, 2 * length
+        for i in range(_OF_A_SIZE):
+            address = _take_kept(kind * _OF_A_SIZE + i)
+            if address != 0:
+                return address
+    address = malloc(length + _HEADER)
+    if address == 0:
+        return 0
+    store(address, kind)
+    return address + _HEADER
+
+
+@functools.partial(inner, inlined=False)
+def _release(address: int) -> None:
+    kind = load(address - _HEADER)
+    if kind >= 0:
+        for i in range(_OF_A_SIZE):
+            if _keep(kind * _OF_A_SIZE + i, address):
+                return
+    free(address - _HEADER)
+
+
 _sums = stack(SUMS)
 _views = {dtype: view_of(dtype) for dtype in ("float32", "float64", "int64")}
 _view_of_doubles = _views["float64"]
@@ -325,7 +396,7 @@ def allocator(dtype: str) -> Any:
 
     @inner
     def allocate(count: int) -> Any:
-        address = malloc(count * size)
+        address = _allocate(count * size)
         return view(address, (count if address != 0 else 0,))
 
     return allocate
@@ -334,7 +405,7 @@ def allocator(dtype: str) -> Any:
 @inner
 def release(array: Any) -> None:
     """Release the memory of an array that was allocated."""
-    free(array.ctypes.data)
+    _release(array.ctypes.data)
 
 
 def lanes(bits: int) -> int:

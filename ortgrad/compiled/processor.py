@@ -28,6 +28,10 @@ _RENAMED = {
 }
 _C = ("malloc", "free", "memcpy", "memset", "memmove")
 SYMBOLS = frozenset((*_PYTHON, *_RENAMED, *_C))
+# The addresses of memory that tasks have released, by its size (see ortgrad.compiled.instructions).
+KEPT, KEPT_SIZES, KEPT_OF_A_SIZE = "ortgrad_kept", 6, 4
+_kept = (ctypes.c_int64 * (KEPT_SIZES * KEPT_OF_A_SIZE))()
+llvm.add_symbol(KEPT, ctypes.addressof(_kept))
 
 _lock = threading.Lock()
 
