@@ -135,6 +135,18 @@ def gelu_grad(
     name: str = "",
     dtype: DTypeLike = "float32",
 ) -> onnx.NodeProto: ...
+def grid_sample_grad(
+    dY: str,
+    X: str,
+    Grid: str,
+    outputs: str | Sequence[str | None] = ...,
+    *,
+    mode: str = ...,
+    padding_mode: str = ...,
+    align_corners: int = ...,
+    name: str = "",
+    dtype: DTypeLike = "float32",
+) -> onnx.NodeProto: ...
 def gru_grad(
     X: str,
     W: str,

@@ -221,6 +221,14 @@ def gather_nd(arrays: Arrays, batch_dims: int = 0) -> bool:
     return inside and arrays["dY"].shape == indices.shape[:-1] + x[end:]
 
 
+def grid_sample(arrays: Arrays, **_: Any) -> bool:
+    x, grid = arrays["X"].shape, arrays["Grid"].shape
+    if len(x) != 4 or len(grid) != 4 or grid[0] != x[0] or grid[3] != 2:
+        return False
+    dy = arrays["dY"]
+    return dy.shape == (*x[:2], *grid[1:3]) and (arrays["X"].size > 0 or dy.size == 0)
+
+
 def slice_(arrays: Arrays) -> bool:
     shape, starts = arrays["shape"], arrays["starts"]
     axes = arrays.get("axes", np.arange(starts.size))
@@ -289,6 +297,7 @@ WELL_FORMED: dict[str, Callable[..., bool]] = {
     "GatherGrad": gather,
     "GatherElementsGrad": gather_elements,
     "GatherNDGrad": gather_nd,
+    "GridSampleGrad": grid_sample,
     "SliceGrad": slice_,
     "LayerNormalizationGrad": layer("X", *STATISTICS),
     "SimplifiedLayerNormalizationGrad": layer("X", "inv_std_var"),
@@ -387,6 +396,14 @@ def windowed() -> Iterator[Case]:
     yield Case("MaxPoolGrad", {"dY": numbers(*y), "Indices": indices, "X_shape": shape})
 
 
+def sampled() -> Iterator[Case]:
+    arrays = {"dY": numbers(2, 3, 2, 4), "X": numbers(2, 3, 4, 5), "Grid": numbers(2, 2, 4, 2)}
+    for mode, padding in (("linear", "zeros"), ("nearest", "border"), ("cubic", "reflection")):
+        yield Case("GridSampleGrad", arrays, {"mode": mode, "padding_mode": padding, "align_corners": 1})
+    for output in ("dX", "dGrid"):
+        yield Case("GridSampleGrad", arrays, outputs=(output,))
+
+
 def cells(
     op_type: str,
     *,
@@ -470,7 +487,7 @@ def indexed() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    cases = [*elementwise(), *normalizations(), *windowed(), *recurrences(), *indexed()]
+    cases = [*elementwise(), *normalizations(), *windowed(), *sampled(), *recurrences(), *indexed()]
     return [replace(case, name=f"{i}-{case.op_type}") for i, case in enumerate(cases)]
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import TensorProto
 
+from ortgrad.ops.index import gather_nd_grad_body
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 _CUBIC = np.array([[0, 1, 0, 0], [-0.75, 0, 0.75, 0], [1.5, -2.25, 1.5, -0.75], [-0.75, 1.25, -1.25, 0.75]])
 _LINEAR = np.array([[1.0, 0.0], [-1.0, 1.0]])
 _NEAREST = np.ones((1, 1))
+TABLES = {"nearest": _NEAREST, "linear": _LINEAR, "cubic": _CUBIC}
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,15 @@ class Samples:
         weight = self.op.Transpose(self.weight(), perm=[0, 1, 3, 2])
         return self.op.Squeeze(self.op.MatMul(weight, self.values()), [2])
 
-    def grad_of_rows(self, grad: ir.Value) -> ir.Value:
-        """The gradient of the rows, from that of the points (B, points, C)."""
+    def grad_of_rows(self, grad: ir.Value, *, standard: bool = False) -> ir.Value:
+        """The gradient of the rows, from that of the points (B, points, C); with standard operators only."""
         op = self.op
         parts = op.Unsqueeze(grad, [2]) * self.weight()
         shape = op.Concat(op.Shape(self.indices, end=2), op.Shape(self.rows, start=2), axis=0)
-        return op.GatherNDGrad(
-            op.Shape(self.rows), self.indices, op.Reshape(parts, shape, allowzero=1), batch_dims=1
-        )
+        flat = op.Reshape(parts, shape, allowzero=1)
+        if standard:
+            return gather_nd_grad_body(op, op.Shape(self.rows), self.indices, flat, batch_dims=1)
+        return op.GatherNDGrad(op.Shape(self.rows), self.indices, flat, batch_dims=1)
 
     def grad_of_coordinates(self, grad: ir.Value) -> ir.Value:
         """The gradient of the coordinates (B, points, components), from that of the points (B, points, C)."""
@@ -90,7 +94,7 @@ def sample(
     align: bool,
 ) -> Samples:
     """Points of the images x (B, C, ...) at coordinates (B, points, components), counted in elements."""
-    table = {"nearest": _NEAREST, "linear": _LINEAR, "cubic": _CUBIC}[mode]
+    table = TABLES[mode]
     first = -1 if mode == "cubic" else 0
     components, count = len(order), table.shape[1]
     sizes = op.Shape(x, start=2)

@@ -1,4 +1,4 @@
-"""Gradient rules of operators that resample images: Resize, GridSample, AffineGrid."""
+"""Gradient rules of operators that resample images: Resize, AffineGrid."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from onnx import TensorProto
 
-from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.errors import unknown_rank
-from ortgrad.ops._sampling import sample
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 # Attributes that do not apply to the matrix of one axis.
 _OF_X = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
 # With integer factors, these (coordinates, rounding) of nearest neighbours repeat every element.
@@ -180,36 +178,6 @@ def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> 
     lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=TensorProto.FLOAT)
     factors = op.Cast(node.input(3), to=TensorProto.FLOAT) / lengths
     return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(factors, keepdims=1)
-
-
-@gradient("GridSample")
-def grid_sample_gradient(node: ForwardNode) -> Gradients:
-    op, x, grid = node.op, node.input(0), node.input(1)
-    rank = node.rank() - 2
-    mode = _MODES.get(node.attribute("mode"), node.attribute("mode"))
-    align = bool(node.attribute("align_corners"))
-    # The last component of a grid point belongs to the first spatial axis.
-    order = list(range(rank - 1, -1, -1))
-    lengths = op.CastLike(op.Gather(op.Shape(x, start=2), order), grid)
-    points = op.Reshape(grid, [0, -1, rank])
-    moved = points + 1.0
-    coordinates = moved / 2.0 * (lengths - 1.0) if align else (moved * lengths - 1.0) / 2.0
-    # onnxruntime reads at the border for coordinates that are not finite or exceed the integers.
-    short = grid.dtype is not None and grid.dtype.itemsize < 4
-    finite = op.Less(op.Abs(coordinates), math.inf if short else 2.0**62)
-    coordinates = op.Where(finite, coordinates, 0.0 if align else -0.5)
-    samples = sample(op, x, coordinates, order, mode, node.attribute("padding_mode"), align)
-    dy = op.Transpose(op.Reshape(node.grad(0), [0, 0, -1]), perm=[0, 2, 1])
-    dgrid = None
-    if mode != "nearest" and node.wants(1):
-        scale = (lengths - 1.0 if align else lengths) / 2.0
-        by_coordinates = samples.grad_of_coordinates(dy)
-        if x.dtype != grid.dtype:
-            by_coordinates = op.CastLike(by_coordinates, grid)
-        by_points = op.Where(finite, by_coordinates * scale, 0.0)
-        dgrid = op.Reshape(by_points, op.shape_of(grid), allowzero=1)
-    dx = op.Transpose(samples.grad_of_rows(dy), perm=[0, 2, 1])
-    return op.Reshape(dx, op.shape_of(x), allowzero=1), dgrid
 
 
 @gradient("AffineGrid")
