@@ -54,6 +54,8 @@ from ortgrad.ops.conv._depthwise_plan import (
     OWN_LENGTH,
     OWN_PLACE,
     OWN_ROWS,
+    PIECES,
+    PLANES,
     PRODUCT,
     PRODUCT_DY,
     PRODUCT_FIELDS,
@@ -84,11 +86,14 @@ from ortgrad.ops.conv._depthwise_plan import (
     X_LINE,
     X_PITCH,
     X_PLACE,
+    X_SHIFT,
     X_STEP,
     X_WIDTH,
     Y_COUNT,
     Y_FIRST,
+    Y_SHIFT,
     Division,
+    Planes,
     Tables,
     in_two_dimensions,
 )
@@ -119,8 +124,12 @@ def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> int:
     geometry = tables.geometry
     geometry[SAMPLES], geometry[CHANNELS], geometry[FILTERS] = *x[:2], w[0] // x[1]
     geometry[BLOCKS] = -(-x[1] // TILE)
-    geometry[UNITS] = max(1, _WORK // (work * TILE)) if geometry[STRIPS] == 1 else 1
-    return -(-x[0] * geometry[BLOCKS] // geometry[UNITS]) * geometry[STRIPS]
+    if geometry[PIECES] > 0:
+        # Blocks of pieces belong to no sample.
+        geometry[SAMPLES], geometry[BLOCKS] = 1, -(-geometry[PLANES] * geometry[PIECES] // TILE)
+        work //= geometry[PIECES]
+    geometry[UNITS] = max(1, _WORK // max(1, work * TILE)) if geometry[STRIPS] == 1 else 1
+    return -(-geometry[SAMPLES] * geometry[BLOCKS] // geometry[UNITS]) * geometry[STRIPS]
 
 
 def plan_grad(
@@ -130,20 +139,21 @@ def plan_grad(
     division = _division(x, w, dy, attributes)
     if division is None:
         return None
-    tables = division.backward(dx is not None, dw is not None)
+    tables = division.backward(dx is not None, dw is not None, Planes(*x[:2]))
     geometry = tables.geometry
     taps, filters = geometry[TAPS], w[0] // x[1]
     work = filters * geometry[OUTPUTS] * (taps + 4) // 4 + geometry[SIZE] + 32
     tasks = _divide(tables, x, w, work)
     geometry[WANTED] = (dx is not None) + 2 * (dw is not None) + 4 * (db is not None)
     sums = geometry[BLOCKS] * filters if geometry[WANTED] > 1 else 0
+    adding = w[0] if geometry[PIECES] > 0 and sums else sums
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
-        tasks=(tasks, sums),
+        tasks=(tasks, adding),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
         numbers=tables._asdict(),
         work=x[0] * x[1] * work,
-        scratch=[(x[0] * geometry[STRIPS], sums, (taps + 1) * TILE)],
+        scratch=[(geometry[SAMPLES] * geometry[STRIPS], sums, (taps + 1) * TILE)],
     )
 
 
@@ -152,7 +162,7 @@ def plan(x: Sizes, w: Sizes, b: Sizes | None, y: Sizes, **attributes: Any) -> Pl
     division = _division(x, w, y, attributes)
     if division is None:
         return None
-    tables = division.forward()
+    tables = division.forward(Planes(*x[:2]))
     positions, taps = tables.geometry[OUTPUTS], tables.geometry[TAPS]
     work = w[0] // x[1] * positions * (taps + 8) // 8 + tables.geometry[SIZE] + 32
     return Plan(
@@ -197,11 +207,27 @@ def convolve_strip(
             _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
             failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
             clear(memory, biases, filters * TILE)
-            for k in range(lanes * filters if len(b) > 0 else 0):
+            if geometry[PIECES] > 0 and len(b) > 0:
+                _spread_biases(memory, biases, b, channel, geometry)
+            for k in range(lanes * filters if len(b) > 0 and geometry[PIECES] == 0 else 0):
                 memory[biases + k % filters * TILE + k // filters] = b[channel * filters + k]
         plane = sample * geometry[CHANNELS] + channel
-        start = plane * geometry[SIZE] + strip[X_FIRST]
-        _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], count, lanes, squares)
+        _load(
+            memory,
+            strip[X_PLACE],
+            x_places,
+            x,
+            plane,
+            geometry[SIZE],
+            1,
+            0,
+            strip[X_FIRST],
+            geometry[X_SHIFT],
+            count,
+            lanes,
+            squares,
+            geometry,
+        )
         for i in range(filters):
             for number in range(strip[ROW], strip[LAST_ROW]):
                 row = rows[number * ROW_FIELDS :]
@@ -219,8 +245,21 @@ def convolve_strip(
                     row[ROW_LAST_TAP],
                     row[ROW_LENGTH],
                 )
-            start = (plane * filters + i) * outputs + strip[Y_FIRST]
-            _store_planes(y, start, filters * outputs, memory, sums, strip[Y_COUNT], lanes, squares)
+            _store(
+                y,
+                plane,
+                outputs,
+                filters,
+                i,
+                strip[Y_FIRST],
+                geometry[Y_SHIFT],
+                memory,
+                sums,
+                strip[Y_COUNT],
+                lanes,
+                squares,
+                geometry,
+            )
     release(allocated)
     return failed
 
@@ -276,12 +315,39 @@ def differentiate_strip(
             _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
             failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
         if wanted & 2:
-            start = plane * geometry[SIZE] + strip[X_FIRST]
-            _load_planes(memory, strip[X_PLACE], x_places, x, start, geometry[SIZE], x_count, lanes, squares)
+            _load(
+                memory,
+                strip[X_PLACE],
+                x_places,
+                x,
+                plane,
+                geometry[SIZE],
+                1,
+                0,
+                strip[X_FIRST],
+                geometry[X_SHIFT],
+                x_count,
+                lanes,
+                squares,
+                geometry,
+            )
         for i in range(filters):
-            start, stride = (plane * filters + i) * geometry[OUTPUTS], filters * geometry[OUTPUTS]
-            start += strip[Y_FIRST]
-            _load_planes(memory, dy_place, dy_places, dy, start, stride, dy_count, lanes, squares)
+            _load(
+                memory,
+                dy_place,
+                dy_places,
+                dy,
+                plane,
+                geometry[OUTPUTS],
+                filters,
+                i,
+                strip[Y_FIRST],
+                geometry[Y_SHIFT],
+                dy_count,
+                lanes,
+                squares,
+                geometry,
+            )
             for number in range(strip[ROW], strip[LAST_ROW]):
                 row = rows[number * ROW_FIELDS :]
                 place = sums + row[ROW_PLACE]
@@ -328,8 +394,21 @@ def differentiate_strip(
             into = partial[sample * geometry[STRIPS] + task % geometry[STRIPS], block * filters + i]
             copy_elements(into, 0, memory, totals, (taps + 1) * TILE)
         if wanted & 1:
-            start = plane * geometry[SIZE] + strip[DX_FIRST]
-            _store_planes(dx, start, geometry[SIZE], memory, sums, strip[DX_COUNT], lanes, squares)
+            _store(
+                dx,
+                plane,
+                geometry[SIZE],
+                1,
+                0,
+                strip[DX_FIRST],
+                geometry[X_SHIFT],
+                memory,
+                sums,
+                strip[DX_COUNT],
+                lanes,
+                squares,
+                geometry,
+            )
     release(allocated)
     return failed
 
@@ -353,7 +432,10 @@ def add_strips(
     starts: np.ndarray,
     row_starts: np.ndarray,
 ) -> bool:
-    """Add what the strips of all samples contribute to dW and dB of some filters."""
+    """Add what the strips of all samples contribute to dW and dB of some filters; or the pieces, to one."""
+    if geometry[PIECES] > 0:
+        _add_pieces(task, dw, db, partial, geometry)
+        return False
     filters, taps, totals = geometry[FILTERS], geometry[TAPS], doubles()
     channel, size = task // filters * TILE, (taps + 1) * TILE
     first, lanes = channel * filters + task % filters, min(TILE, geometry[CHANNELS] - channel)
@@ -378,6 +460,121 @@ def add_strips(
     return False
 
 
+def _add_pieces(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, geometry: np.ndarray) -> None:
+    """Add what all pieces contribute to dW and dB of a filter."""
+    taps, filters, pieces = geometry[TAPS], geometry[FILTERS], geometry[PIECES]
+    channel, i = task // filters, task % filters
+    for t in range(taps + 1):
+        total = double(0.0)
+        for sample in range(geometry[PLANES] // geometry[CHANNELS]):
+            plane = sample * geometry[CHANNELS] + channel
+            for number in range(plane * pieces, (plane + 1) * pieces):
+                part = partial[0, number // TILE * filters + i, t * TILE + number % TILE]
+                total += double(part)
+        if t < taps and geometry[WANTED] & 2:
+            dw[task * taps + t] = total
+        if t == taps and geometry[WANTED] & 4:
+            db[task] = total
+
+
+def _load(
+    memory: np.ndarray,
+    base: int,
+    places: np.ndarray,
+    source: np.ndarray,
+    plane: int,
+    size: int,
+    filters: int,
+    i: int,
+    first: int,
+    shift: int,
+    count: int,
+    lanes: int,
+    squares: int,
+    geometry: np.ndarray,
+) -> None:
+    """Transpose consecutive elements of planes of a size, or of pieces of them.
+
+    There are several planes for each one of X, the i-th of which is meant. If there are pieces, `plane` is
+    the number of the first piece.
+    """
+    if geometry[PIECES] == 0:
+        start, stride = (plane * filters + i) * size + first, filters * size
+        _load_planes(memory, base, places, source, start, stride, count, lanes, squares)
+        return
+    pieces, begins = geometry[PIECES], plane // geometry[PIECES]
+    place = first + plane % pieces * shift
+    behind, used = first + pieces * shift, min(TILE, geometry[PLANES] * pieces - plane)
+    for lane in range(used, TILE):
+        clear(memory, squares + lane * TILE, TILE)
+    for k in range(0, count, TILE):
+        begin = min(k, count - TILE)
+        # Where the piece begins in its plane, and where that is.
+        start, low = place + begin, (begins * filters + i) * size
+        for lane in range(used):
+            into = squares + lane * TILE
+            if start >= 0 and start + TILE <= size:
+                copy_vector(memory, into, source, low + start)
+            else:
+                clear(memory, into, TILE)
+                skipped = min(TILE, max(0, -start))
+                there = max(0, min(TILE, size - start) - skipped)
+                copy_elements(memory, into + skipped, source, low + start + skipped, there)
+            start += shift
+            if start == behind + begin:
+                start, low = first + begin, low + filters * size
+        spread(memory, base, places, begin, memory, squares, TILE)
+
+
+def _store(
+    into: np.ndarray,
+    plane: int,
+    size: int,
+    filters: int,
+    i: int,
+    first: int,
+    shift: int,
+    memory: np.ndarray,
+    sums: int,
+    count: int,
+    lanes: int,
+    squares: int,
+    geometry: np.ndarray,
+) -> None:
+    """Transpose consecutive vectors back, into planes or pieces of them."""
+    if geometry[PIECES] == 0:
+        start, stride = (plane * filters + i) * size + first, filters * size
+        _store_planes(into, start, stride, memory, sums, count, lanes, squares)
+        return
+    pieces, begins = geometry[PIECES], plane // geometry[PIECES]
+    place = first + plane % pieces * shift
+    behind, used = first + pieces * shift, min(TILE, geometry[PLANES] * pieces - plane)
+    for k in range(0, count, TILE):
+        begin = min(k, count - TILE)
+        transpose(memory, squares, TILE, memory, sums + begin * TILE, TILE)
+        start, low = place + begin, (begins * filters + i) * size
+        for lane in range(used):
+            of = squares + lane * TILE
+            if start >= 0 and start + TILE <= size:
+                copy_vector(into, low + start, memory, of)
+            else:
+                skipped = min(TILE, max(0, -start))
+                there = max(0, min(TILE, size - start) - skipped)
+                copy_elements(into, low + start + skipped, memory, of + skipped, there)
+            start += shift
+            if start == behind + begin:
+                start, low = first + begin, low + filters * size
+
+
+def _spread_biases(memory: np.ndarray, biases: int, b: np.ndarray, first: int, geometry: np.ndarray) -> None:
+    """Write the biases of pieces."""
+    filters = geometry[FILTERS]
+    for lane in range(TILE):
+        channel = (first + lane) // geometry[PIECES] % geometry[CHANNELS]
+        for i in range(filters):
+            memory[biases + i * TILE + lane] = b[channel * filters + i]
+
+
 def _units(task: int, geometry: np.ndarray) -> tuple[int, int]:
     """Return the first and last unit of a task: a sample and a block of channels."""
     first = task // geometry[STRIPS] * geometry[UNITS]
@@ -396,7 +593,12 @@ def _load_weights(
 ) -> None:
     """Transpose the weights of all filters of some channels."""
     taps, filters = geometry[TAPS], geometry[FILTERS]
-    for i in range(filters):
+    for lane in range(TILE if geometry[PIECES] > 0 else 0):
+        of = (channel + lane) // geometry[PIECES] % geometry[CHANNELS] * filters * taps
+        for i in range(filters):
+            for t in range(taps):
+                memory[place + i * taps * TILE + tap_places[t] + lane] = w[of + i * taps + t]
+    for i in range(filters if geometry[PIECES] == 0 else 0):
         start, into = (channel * filters + i) * taps, place + i * taps * TILE
         _load_planes(memory, into, tap_places, w, start, filters * taps, taps, lanes, squares)
 

@@ -4,6 +4,10 @@ A strip is some rows of a plane. It has boxes in the memory of a task: for the p
 beside it, and for the sums, which are Y or dX. They consist of vectors, which hold one position of TILE
 channels. Places in them are computed here, so that kernels only read tables.
 
+Where this leaves lanes of the vectors empty, because there are few channels, a lane has a piece instead: some
+rows of a plane, of any channel and sample. All pieces have the same tables, which are those of a strip in the
+middle of a high plane: rows beyond the edges are zeros, and results beyond them are not stored.
+
 In one dimension, every element is a row, so that strips are some of them. Rows with the same taps are then
 computed together.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +27,8 @@ from ortgrad.ops._windows import Windows
 
 # Vectors in the boxes of a strip, which stay in the second cache.
 _STRIP = 4096
+# What a block of pieces takes beside its vectors, in vectors; and how much more each of them takes.
+_BLOCK, _SLOWER = 48, 1.35
 # Products that are added up before they are added to the sums: as many as keep the rounding errors small.
 _TERMS = 256
 
@@ -36,7 +42,10 @@ DY_PLACE = 16  # where dY begins in its box
 X_STEP, X_PITCH, DX_STEP = 17, 18, 19  # from a position, or row, of Y to the next in X; likewise of dY in dX
 WANTED = 20
 SKIPS = 21  # whether products of dY with padding are left out
-_FIELDS = 22
+PIECES = 22  # of a plane; 0 where lanes are channels
+PLANES = 23  # all channels of all samples, if there are pieces
+X_SHIFT, Y_SHIFT = 24, 25  # from a piece to the next, in elements of X and of Y
+_FIELDS = 26
 
 # Numbers of a strip: the elements of X, of dY or Y, and of dX; where X begins in its box, and where the rows
 # of dY do that belong to the strip, their number and length; the first and last row of sums, and product.
@@ -46,6 +55,13 @@ X_PLACE, OWN_PLACE, OWN_ROWS, OWN_LENGTH, ROW, LAST_ROW, PRODUCT, LAST_PRODUCT, 
 ROW_PLACE, ROW_SOURCE, ROW_LENGTH, ROW_TAP, ROW_LAST_TAP, ROW_FIELDS = range(6)
 # Numbers of some products of dW: the first and last tap, the places in dY and X, the rows and their length.
 PRODUCT_TAP, PRODUCT_LAST_TAP, PRODUCT_DY, PRODUCT_X, PRODUCT_ROWS, PRODUCT_LENGTH, PRODUCT_FIELDS = range(7)
+
+
+class Planes(NamedTuple):
+    """How many planes there are."""
+
+    samples: int
+    channels: int
 
 
 class Tables(NamedTuple):
@@ -129,11 +145,40 @@ class Division:
         taps = [t * TILE for t in range(geometry[TAPS])]
         return Tables(geometry, flat, rows, products, x_places, dy_places, taps, self._starts, self._starts)
 
-    def forward(self) -> Tables:
+    def _in_pieces(self, rows: int, size: int, planes: Planes, tables: Callable[..., Tables]) -> Tables:
+        """Return the tables of pieces of so many rows of dY, or of X divided by the stride."""
+        win = self.win
+        top = win.heads[0] + win.extents[0]
+        high = (top + size + 1) * win.strides[0] + top, top + size
+        tall = Windows(
+            (high[0], win.sizes[1]), (high[1], win.outputs[1]), *(getattr(win, name) for name in _KEPT)
+        )
+        made = tables(Division(tall), [(top, top + size)])
+        geometry, strip = made.geometry, made.strips
+        geometry[SIZE], geometry[OUTPUTS] = math.prod(win.sizes), math.prod(win.outputs)
+        geometry[PIECES], geometry[PLANES] = -(-rows // size), math.prod(planes)
+        row, output = win.strides[0] * win.sizes[1], win.outputs[1]
+        geometry[X_SHIFT], geometry[Y_SHIFT] = size * row, size * output
+        # The places of the first piece.
+        strip[X_FIRST] -= top * row
+        strip[DX_FIRST] -= top * row
+        strip[Y_FIRST] -= top * output
+        return made
+
+    def forward(self, planes: Planes) -> Tables:
         """Return the tables of the convolution: its strips are rows of Y."""
         win, pitch = self.win, self._x_pitch
         height, width = win.outputs
-        bounds = _strips(height, win.strides[0] * pitch + width, (win.extents[0] - 1) * pitch, 1)
+        each, fixed = win.strides[0] * pitch + width, (win.extents[0] - 1) * pitch
+        least = -(-TILE // min(win.sizes[1], width))
+        size = _piece(height, each, fixed, least, planes)
+        if size:
+            return self._in_pieces(height, size, planes, Division._forward)
+        return self._forward(_strips(height, each, fixed, 1))
+
+    def _forward(self, bounds: list[tuple[int, int]]) -> Tables:
+        win, pitch = self.win, self._x_pitch
+        height, width = win.outputs
         strips: list[list[int]] = []
         rows: list[tuple[int, ...]] = []
         places = np.arange(height) * win.strides[0] - win.heads[0]
@@ -161,20 +206,28 @@ class Division:
         tables.geometry[SUM_BOX] = most * width * TILE
         return tables
 
-    def backward(self, dx: bool, dw: bool) -> Tables:
+    def backward(self, dx: bool, dw: bool, planes: Planes) -> Tables:
         """Return the tables of the gradient.
 
         Its strips are rows of the padded X, divided by the stride, and the rows of dY whose windows begin
         there. dX also depends on rows of dY before them, and dW on rows of X behind them.
         """
         win, pitch = self.win, self._x_pitch
-        stride, head, (height, width) = win.strides[0], win.heads[0], win.outputs
-        before, dy_pitch = self._dy_columns
+        stride, head, dy_pitch = win.strides[0], win.heads[0], self._dy_columns[1]
         reach = (win.extents[0] - 1) // stride
         fixed = (win.extents[0] - stride) * pitch * dw + reach * dy_pitch
         each = stride * (pitch * dw + win.sizes[1] * dx) + dy_pitch
-        units = max(height, -(-(win.sizes[0] + head) // stride)) if dx else height
-        bounds = _strips(units, each, fixed, 2 * reach)
+        units = max(win.outputs[0], -(-(win.sizes[0] + head) // stride)) if dx else win.outputs[0]
+        size = _piece(units, each, fixed, -(-TILE // min(win.sizes[1], win.outputs[1])), planes)
+        if size:
+            return self._in_pieces(units, size, planes, lambda tall, bounds: tall._backward(bounds, dx, dw))
+        return self._backward(_strips(units, each, fixed, 2 * reach), dx, dw)
+
+    def _backward(self, bounds: list[tuple[int, int]], dx: bool, dw: bool) -> Tables:
+        win, pitch = self.win, self._x_pitch
+        stride, head, (height, width) = win.strides[0], win.heads[0], win.outputs
+        before, dy_pitch = self._dy_columns
+        reach = (win.extents[0] - 1) // stride
         groups = self._groups()
         strips: list[list[int]] = []
         rows: list[tuple[int, ...]] = []
@@ -299,6 +352,29 @@ class _Classes(NamedTuple):
                 classes.tap_places[row * win.kernel[1] + column] = len(classes.starts) * TILE
                 classes.starts.append(-(down * pitch + right) * TILE)
         return classes
+
+
+_KEPT = ("kernel", "strides", "dilations", "heads", "tails")
+
+
+def _piece(rows: int, each: int, fixed: int, least: int, planes: Planes) -> int:
+    """Return how many of the rows a piece has that fills a lane; 0 if lanes are channels.
+
+    A row takes so many vectors, and a piece the others. The work is that of all vectors.
+    """
+    if planes.channels % TILE == 0:
+        return 0
+    blocks = planes.samples * -(-planes.channels // TILE)
+    strips = _strips(rows, each, fixed, 1)
+    best, found = blocks * (rows * each + len(strips) * (fixed + _BLOCK)) / _SLOWER, 0
+    for size in range(least, rows + 1):
+        if size > least and size * each + fixed > _STRIP:
+            break
+        count = -(-math.prod(planes) * -(-rows // size) // TILE)
+        work = count * (size * each + fixed + _BLOCK)
+        if work < best:
+            best, found = work, size
+    return found
 
 
 def _strips(rows: int, each: int, fixed: int, least: int) -> list[tuple[int, int]]:
