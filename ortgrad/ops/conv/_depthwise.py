@@ -200,10 +200,12 @@ def convolve_strip(
     count = strip[X_COUNT]
     _clear_around(memory, 0, geometry[X_BOX], strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
     begin, end = _units(task, geometry)
+    # The weights of the next block are the same if whole samples of pieces are in a block.
+    repeated = geometry[CHANNELS] * geometry[PIECES] if geometry[PIECES] > 0 else TILE + 1
     for unit in range(begin, end):
         channel, sample = unit // geometry[SAMPLES] * TILE, unit % geometry[SAMPLES]
         lanes = min(TILE, geometry[CHANNELS] - channel)
-        if unit == begin or sample == 0:
+        if unit == begin or (sample == 0 and TILE % repeated != 0):
             _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
             failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
             clear(memory, biases, filters * TILE)
@@ -306,12 +308,14 @@ def differentiate_strip(
     _clear_around(memory, embedded, geometry[DY_BOX], dy_place, dy_count, width, pitch)
     dy_place += embedded
     begin, end = _units(task, geometry)
+    # The weights of the next block are the same if whole samples of pieces are in a block.
+    repeated = geometry[CHANNELS] * geometry[PIECES] if geometry[PIECES] > 0 else TILE + 1
     for unit in range(begin, end):
         block, sample = unit // geometry[SAMPLES], unit % geometry[SAMPLES]
         channel = block * TILE
         lanes = min(TILE, geometry[CHANNELS] - channel)
         plane = sample * geometry[CHANNELS] + channel
-        if wanted & 1 and (unit == begin or sample == 0):
+        if wanted & 1 and (unit == begin or (sample == 0 and TILE % repeated != 0)):
             _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
             failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
         if wanted & 2:

@@ -27,8 +27,9 @@ from ortgrad.ops._windows import Windows
 
 # Vectors in the boxes of a strip, which stay in the second cache.
 _STRIP = 4096
-# What a block of pieces takes beside its vectors, in vectors; and how much more each of them takes.
-_BLOCK, _SLOWER = 48, 1.35
+# In vectors: what a block of lanes takes beside its own, one of pieces with its edges, and each tap of it; and
+# how much longer a vector of pieces takes.
+_BLOCK, _EDGES, _TAP, _SLOWER = 32, 128, 8, 1.4
 # Products that are added up before they are added to the sums: as many as keep the rounding errors small.
 _TERMS = 256
 
@@ -171,7 +172,7 @@ class Division:
         height, width = win.outputs
         each, fixed = win.strides[0] * pitch + width, (win.extents[0] - 1) * pitch
         least = -(-TILE // min(win.sizes[1], width))
-        size = _piece(height, each, fixed, least, planes)
+        size = _piece(height, each, fixed, least, math.prod(win.kernel), planes)
         if size:
             return self._in_pieces(height, size, planes, Division._forward)
         return self._forward(_strips(height, each, fixed, 1))
@@ -218,7 +219,8 @@ class Division:
         fixed = (win.extents[0] - stride) * pitch * dw + reach * dy_pitch
         each = stride * (pitch * dw + win.sizes[1] * dx) + dy_pitch
         units = max(win.outputs[0], -(-(win.sizes[0] + head) // stride)) if dx else win.outputs[0]
-        size = _piece(units, each, fixed, -(-TILE // min(win.sizes[1], win.outputs[1])), planes)
+        least = -(-TILE // min(win.sizes[1], win.outputs[1]))
+        size = _piece(units, each, fixed, least, math.prod(win.kernel), planes)
         if size:
             return self._in_pieces(units, size, planes, lambda tall, bounds: tall._backward(bounds, dx, dw))
         return self._backward(_strips(units, each, fixed, 2 * reach), dx, dw)
@@ -357,7 +359,7 @@ class _Classes(NamedTuple):
 _KEPT = ("kernel", "strides", "dilations", "heads", "tails")
 
 
-def _piece(rows: int, each: int, fixed: int, least: int, planes: Planes) -> int:
+def _piece(rows: int, each: int, fixed: int, least: int, taps: int, planes: Planes) -> int:
     """Return how many of the rows a piece has that fills a lane; 0 if lanes are channels.
 
     A row takes so many vectors, and a piece the others. The work is that of all vectors.
@@ -366,12 +368,16 @@ def _piece(rows: int, each: int, fixed: int, least: int, planes: Planes) -> int:
         return 0
     blocks = planes.samples * -(-planes.channels // TILE)
     strips = _strips(rows, each, fixed, 1)
-    best, found = blocks * (rows * each + len(strips) * (fixed + _BLOCK)) / _SLOWER, 0
+    best: float = blocks * (rows * each + len(strips) * (fixed + _BLOCK))
+    found = 0
     for size in range(least, rows + 1):
         if size > least and size * each + fixed > _STRIP:
             break
-        count = -(-math.prod(planes) * -(-rows // size) // TILE)
-        work = count * (size * each + fixed + _BLOCK)
+        pieces = planes.channels * -(-rows // size)
+        count = -(-planes.samples * pieces // TILE)
+        # Other blocks have the same weights if whole samples are in a block.
+        loads = min(count, 2) if TILE % pieces == 0 else count
+        work = count * (_SLOWER * (size * each + fixed) + _EDGES) + loads * _TAP * taps
         if work < best:
             best, found = work, size
     return found
