@@ -61,6 +61,11 @@ def double(x: float) -> float:
     return float(x)
 
 
+def accumulate(total: float, x: float) -> float:
+    """Return total + x. The compiler may add the terms of a sum in another order, to use vectors."""
+    return total + x
+
+
 def doubles() -> np.ndarray:
     """Return SUMS numbers in double precision, whose values are undefined; valid until the task ends."""
     return np.empty(SUMS)
@@ -303,6 +308,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "put": put,
     "use_short_vectors": use_short_vectors,
     "double": double,
+    "accumulate": accumulate,
     "doubles": doubles,
     "allocate": allocate,
     "allocate_integers": allocate_integers,

@@ -288,6 +288,16 @@ def double(_: Any, x: Any) -> Any:
 
 
 @intrinsic
+def accumulate(_: Any, total: Any, x: Any) -> Any:
+    """Return total + x, a sum whose terms may change places."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fadd(*arguments, flags=("reassoc", "nsz", "contract"))
+
+    return total(total, total), generate
+
+
+@intrinsic
 def malloc(_: Any, size: Any) -> Any:
     """Return the address of new memory; 0 if there is none."""
 

@@ -3,12 +3,16 @@
     operands: ["float row", "float row", "bool one"]    of the inputs v0, v1 and v2
     steps:    ["v3 = Add(v0, v1)", "v4 = Where(v2, v3, 0.5)"]
     results:  [4]
+    sums:     ["v3 over 0 2 3 without 2 3 by rows"]
     nodes:    ["layer1/Add", "layer1/Where"]
 
 A step applies an operator of ortgrad.fusion.expressions. Its operands are inputs, results of earlier steps
 and constants, which stand in as many brackets as they have dimensions. "row" and "one" tell how an input is
 expected to vary along the last axes of the results: by element, or not at all. The compiled kernel is made
 for that; the NumPy kernel computes with inputs that turn out to be different.
+
+After the results come the sums: of a value over axes, some of which the sum does not keep. "by rows" tells
+that the last axes are expected to be among them, "by columns" that all others are.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from ortgrad.fusion.expressions import Expression, find_expression, literal, own
 
 Shape: TypeAlias = "tuple[int, ...]"
 _VALUE = re.compile(r"v(\d+)")
+_SUM = re.compile(r"v(\d+) over ([\d ]+?)(?: without ([\d ]+))? by (rows|columns)")
 
 
 class Constant(NamedTuple):
@@ -41,6 +46,32 @@ class Operand(NamedTuple):
 
     type: str
     varies: bool
+    # The number of axes of one element that are added behind its own.
+    ones: int = 0
+
+    def extended(self, shape: Shape) -> Shape:
+        """Return the shape of the input with these axes."""
+        return (*shape, *(1,) * self.ones)
+
+
+class Total(NamedTuple):
+    """A sum of a value over axes. The sum has one element along each, or is without it."""
+
+    value: int
+    axes: tuple[int, ...]
+    without: tuple[int, ...]
+    # Whether the last axes of the value are among them, or all others.
+    by_rows: bool
+
+    def shape(self, full: Shape) -> Shape:
+        """Return the shape of the sum of a value of this shape."""
+        sizes = (1 if axis in self.axes else size for axis, size in enumerate(full))
+        return tuple(size for axis, size in enumerate(sizes) if axis not in self.without)
+
+    def __str__(self) -> str:
+        axes, without = (" ".join(map(str, each)) for each in (self.axes, self.without))
+        words = [f"v{self.value} over {axes}", *([f"without {without}"] if without else [])]
+        return " ".join([*words, "by rows" if self.by_rows else "by columns"])
 
 
 @dataclass(frozen=True)
@@ -71,14 +102,19 @@ class Program:
     operands: tuple[Operand, ...]
     steps: tuple[Step, ...]
     results: tuple[int, ...]
+    sums: tuple[Total, ...] = ()
 
     def to_attributes(self) -> dict[str, Any]:
         """Return the attributes that describe the program, without the names of the nodes."""
         first = len(self.operands)
         return {
-            "operands": [f"{o.type} {'row' if o.varies else 'one'}" for o in self.operands],
+            "operands": [
+                f"{o.type} {'row' if o.varies else 'one'}" + (f" {o.ones}" if o.ones else "")
+                for o in self.operands
+            ],
             "steps": [f"v{first + i} = {step}" for i, step in enumerate(self.steps)],
             "results": list(self.results),
+            "sums": list(map(str, self.sums)),
         }
 
     @classmethod
@@ -90,7 +126,8 @@ class Program:
             for i, text in enumerate(attributes["steps"], len(operands)):
                 steps.append(_read_step(text, i))
             results = tuple(int(i) for i in attributes["results"])
-            program = cls(operands, tuple(steps), results)
+            sums = tuple(_read_sum(text) for text in attributes["sums"])
+            program = cls(operands, tuple(steps), results, sums)
             program._check()
         except (KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
             raise NodeError(f"the program of a fused node cannot be read: {error}") from error
@@ -107,8 +144,16 @@ class Program:
         return sum(step.expression.cost for step in self.steps)
 
     def shapes(self, inputs: Sequence[Shape], nodes: Sequence[str]) -> list[Shape]:
-        """Return the shapes of the results; raises ValueError with the name of a node that does not fit."""
-        shapes = list(inputs)
+        """Return the shapes of the results and sums.
+
+        Raises ValueError with the name of a node that does not fit.
+        """
+        shapes = self.value_shapes(inputs, nodes)
+        return [*(shapes[i] for i in self.results), *(s.shape(shapes[s.value]) for s in self.sums)]
+
+    def value_shapes(self, inputs: Sequence[Shape], nodes: Sequence[str]) -> list[Shape]:
+        """Return the shape of every value, as `shapes`."""
+        shapes = [operand.extended(shape) for operand, shape in zip(self.operands, inputs, strict=True)]
         for step, node in zip(self.steps, nodes, strict=True):
             given = [(1,) * o.rank if isinstance(o, Constant) else shapes[o] for o in step.operands]
             try:
@@ -119,7 +164,11 @@ class Program:
                 shown = ", ".join(str(list(shape)) for shape in given)
                 raise ValueError(f"node {node!r} ({step.operator}): the shapes {shown} do not fit") from None
             self._check_own(step, given)
-        return [shapes[i] for i in self.results]
+        for total in self.sums:
+            shape, axis = shapes[total.value], max(total.axes)
+            if len(shape) <= axis:
+                raise ValueError(f"a value of shape {list(shape)} has no axis {axis}")
+        return shapes
 
     def _check_own(self, step: Step, shapes: list[Shape]) -> None:
         """Let the planner of an operator of ortgrad refuse its attributes."""
@@ -128,7 +177,7 @@ class Program:
             own[1].plan(*shapes, shapes[0], **dict(step.attributes))
 
     def _check(self) -> None:
-        if not (self.operands and self.steps and self.results):
+        if not (self.operands and (self.steps or self.sums) and (self.results or self.sums)):
             raise ValueError("it has no inputs, no steps or no results")
         known = len(self.operands)
         for i, step in enumerate(self.steps, known):
@@ -147,6 +196,13 @@ class Program:
         for i in self.results:
             if not known <= i < known + len(self.steps) or self.types[i] != "float":
                 raise ValueError(f"v{i} cannot be a result")
+        for total in self.sums:
+            if not total.axes or not set(total.without) <= set(total.axes) or min(total.axes) < 0:
+                raise ValueError(f"{str(total)!r} is no sum")
+            if total.value >= known + len(self.steps) or self.types[total.value] != "float":
+                raise ValueError(f"v{total.value} cannot be added up")
+        if len({total.by_rows for total in self.sums}) > 1:
+            raise ValueError("it has sums of two kinds")
 
 
 def values_of(step: Step) -> Iterator[int]:
@@ -159,10 +215,18 @@ def _constant_text(constant: Constant) -> str:
 
 
 def _read_operand(text: str) -> Operand:
-    type_, kind = text.split()
-    if type_ not in ("float", "bool") or kind not in ("row", "one"):
+    type_, kind, *ones = text.split()
+    if type_ not in ("float", "bool") or kind not in ("row", "one") or len(ones) > 1:
         raise ValueError(f"{text!r} describes no input")
-    return Operand(type_, kind == "row")
+    return Operand(type_, kind == "row", int(ones[0]) if ones else 0)
+
+
+def _read_sum(text: str) -> Total:
+    found = _SUM.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no sum")
+    value, axes, without, kind = found.groups(default="")
+    return Total(int(value), tuple(map(int, axes.split())), tuple(map(int, without.split())), kind == "rows")
 
 
 def _read_step(text: str, i: int) -> Step:

@@ -15,7 +15,7 @@ from ortgrad.fusion.program import Constant
 from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 
-_ELEMENTS = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
+ELEMENTS = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
 _DEFAULTS: dict[str, dict[str, float]] = {
     "LeakyRelu": {"alpha": 0.01},
     "ThresholdedRelu": {"alpha": 1.0},
@@ -62,7 +62,7 @@ class Fusable:
     @property
     def saves_alone(self) -> bool:
         """Whether a fused node of this node alone is better than onnxruntime's own kernel."""
-        return self.expression.alone > 1
+        return self.expression.alone > 1 or any(unsqueezed(value) for value in self.values)
 
     @property
     def values(self) -> list[ir.Value]:
@@ -95,17 +95,35 @@ def read_fusable(node: ir.Node) -> Fusable | None:
             if operand.dtype != ir.DataType.BOOL:
                 return None
         else:
-            elements.add(_ELEMENTS.get(operand.dtype) if operand.dtype else None)
+            elements.add(ELEMENTS.get(operand.dtype) if operand.dtype else None)
     gives = node.outputs[0].dtype
     if expression.gives == "bool":
         if gives != ir.DataType.BOOL:
             return None
     else:
-        elements.add(_ELEMENTS.get(gives) if gives else None)
+        elements.add(ELEMENTS.get(gives) if gives else None)
     if None in elements or len(elements) > 1 or not any(isinstance(o, ir.Value) for o in operands):
         return None
     element = next(iter(elements), "") or ""
     return Fusable(node, operator, tuple(operands), tuple(attributes.items()), element, shape)
+
+
+def unsqueezed(value: ir.Value) -> tuple[ir.Value, int] | None:
+    """Return the value to which an Unsqueeze adds only axes behind its own, and their number.
+
+    A fused node reads that value instead.
+    """
+    node = value.producer()
+    if node is None or (node.domain, node.op_type) != ("", "Unsqueeze") or value.is_graph_output():
+        return None
+    source, axes = node.inputs[0], node.inputs[1]
+    shape = None if source is None else known_shape(source)
+    tensor = None if axes is None or axes.is_graph_input() else ir.convenience.get_const_tensor(axes)
+    if source is None or shape is None or tensor is None:
+        return None
+    count, rank = tensor.size, len(shape)
+    added = sorted(int(axis) % (rank + count) for axis in tensor.numpy().reshape(-1))
+    return (source, count) if added == list(range(rank, rank + count)) else None
 
 
 def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
@@ -192,7 +210,7 @@ def read_constant(value: ir.Value | None) -> Constant | None:
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
-    if tensor is None or tensor.size != 1 or tensor.dtype not in _ELEMENTS:
+    if tensor is None or tensor.size != 1 or tensor.dtype not in ELEMENTS:
         return None
     number = float(tensor.numpy().reshape(()))
     return None if math.isnan(number) else Constant(number, len(tensor.shape))
@@ -221,7 +239,7 @@ def _read_pow(node: ir.Node) -> Reading | None:
 
 def _read_clip(node: ir.Node) -> Reading | None:
     value = node.inputs[0]
-    if value is None or value.dtype not in _ELEMENTS:
+    if value is None or value.dtype not in ELEMENTS:
         return None
     # onnxruntime clips to these if a bound is absent.
     largest = float(np.finfo(value.dtype.numpy()).max)
@@ -235,9 +253,9 @@ def _read_clip(node: ir.Node) -> Reading | None:
 def _read_cast(node: ir.Node) -> Reading | None:
     value = node.inputs[0]
     types = (None if value is None else value.dtype, node.outputs[0].dtype)
-    if types[0] == ir.DataType.BOOL and types[1] in _ELEMENTS:
+    if types[0] == ir.DataType.BOOL and types[1] in ELEMENTS:
         return "ToFloat", [value], {}  # type: ignore[list-item]
-    if types[0] in _ELEMENTS and types[1] == ir.DataType.BOOL:
+    if types[0] in ELEMENTS and types[1] == ir.DataType.BOOL:
         return "ToBool", [value], {}  # type: ignore[list-item]
     return None
 

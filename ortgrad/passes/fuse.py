@@ -1,4 +1,4 @@
-"""Replaces chains and small graphs of element-wise nodes by fused nodes, for compiled kernels."""
+"""Replaces chains and small graphs of element-wise nodes, and sums of them, by fused nodes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import dependencies
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
-from ortgrad.passes.fusable import Fusable, infer_broadcast, known_shape, read_fusable
-from ortgrad.passes.fusion_groups import Groups, axis_groups, external_inputs, fit, pays
+from ortgrad.passes.copies import drop_copies
+from ortgrad.passes.fusable import Fusable, infer_broadcast, known_shape, read_fusable, unsqueezed
+from ortgrad.passes.fusable_sums import FusableSum, read_sum
+from ortgrad.passes.fusion_groups import Groups, axis_groups, external_inputs, fit, pays, sums_of
 from ortgrad.passes.onnxruntime_fusions import left_to_onnxruntime
 
 # The largest cost of computing a value again instead of storing it (see ortgrad.fusion.expressions): of any
@@ -38,6 +40,7 @@ def fuse(model: ir.Model) -> ir.Model:
     """Fuse the element-wise nodes of the model and its subgraphs."""
     if _knows_little(model):
         infer_types(model)
+    drop_copies(model)
     names = Names.of(model)
     fused = False
     for graph in list(model.graphs()):
@@ -58,8 +61,9 @@ def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     for node in nodes:
         infer_broadcast(node)
     fusable = {node: each for node in nodes if (each := read_fusable(node)) is not None}
+    sums = [each for node in nodes if (each := read_sum(node)) is not None]
     kept = left_to_onnxruntime(nodes)
-    groups = Groups(nodes, [each for node, each in fusable.items() if node not in kept]).merge_all()
+    groups = Groups(nodes, [*(each for node, each in fusable.items() if node not in kept), *sums]).merge_all()
     groups = _most_useful(groups)
     if not groups:
         return False
@@ -71,21 +75,32 @@ def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
     live = _live_values(graph, groups, owner, fusable)
     made: list[tuple[ir.Node, list[Fusable]]] = []
     replaced: set[ir.Node] = set()
+    added: list[ir.Node] = []
     for i, group in enumerate(groups):
         results = [e for e in group if owner.get(e.node) == i and not e.gives_bool and e.output in live]
+        # Sums are the last outputs.
+        results.sort(key=lambda each: isinstance(each, FusableSum))
         needed = _needed(group, results)
-        if pays(needed):
+        fused = pays(needed)
+        if fused:
             made.append(_fused_node(needed, results, names))
             replaced.update(each.node for each in results)
+        # If nothing reads a sum, neither it nor what reads it is needed.
+        added += (node for each in sums_of(group) if fused or each.output not in live for node in each.nodes)
     gone = [node for node, each in fusable.items() if each.output not in live or node in replaced]
     graph.extend(node for node, _ in made)
     for node, results in made:
         for old, new in zip((each.output for each in results), node.outputs, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    graph.remove(gone, safe=True)
+    graph.remove([*added, *gone], safe=True)
+    graph.remove([node for node in nodes if node.op_type == "Unsqueeze" and _is_unused(node)], safe=True)
     graph.sort()
     return True
+
+
+def _is_unused(node: ir.Node) -> bool:
+    return not node.outputs[0].uses() and not node.outputs[0].is_graph_output()
 
 
 def _most_useful(groups: list[list[Fusable]]) -> list[list[Fusable]]:
@@ -94,6 +109,9 @@ def _most_useful(groups: list[list[Fusable]]) -> list[list[Fusable]]:
     for group in groups:
         sizes = [size if isinstance(size, int) else _UNKNOWN_SIZE for size in group[0].shape]
         nodes = sum(each.expression.alone for each in group)
+        # Nodes that change the shape of an input, or of a sum.
+        nodes += sum(unsqueezed(value) is not None for value in external_inputs(group))
+        nodes += sum(each.last is not None for each in sums_of(group))
         saved[_structure(group)] += (nodes - 1) * (_PER_NODE + math.prod(sizes))
     best = saved.most_common(_MOST_PROGRAMS)
     chosen = {structure for structure, elements in best if elements >= _LEAST_SAVED}
@@ -166,8 +184,9 @@ def _live_values(
 ) -> set[ir.Value]:
     """Return the values that are needed outside of the group that computes them."""
     waiting = list(graph.outputs)
+    added = {node for group in groups for each in sums_of(group) for node in each.nodes}
     for node in graph:
-        if node not in fusable:
+        if node not in fusable and node not in added:
             waiting += dependencies(node)
     for group in groups:
         waiting += external_inputs(group)
@@ -198,29 +217,35 @@ def _fused_node(
     group: Sequence[Fusable], results: list[Fusable], names: Names
 ) -> tuple[ir.Node, list[Fusable]]:
     """Return the node that computes a group, without names of its outputs."""
-    inputs = external_inputs(group)
-    axes = axis_groups(group[0].shape, inputs) or []
-    varying = axes[-1][1] if axes else (False,) * len(inputs)
+    inputs, sums = external_inputs(group), sums_of(group)
+    axes = axis_groups(group[0].shape, inputs, sums) or []
+    kind = axes[-1][1] if axes else (False,) * len(inputs) + (True,) * len(sums)
+    varying, by_rows = kind[: len(inputs)], all(kind[len(inputs) :])
     types = ["bool" if value.dtype == ir.DataType.BOOL else "float" for value in inputs]
     numbers = {value: i for i, value in enumerate(inputs)}
     steps = []
-    for each in group:
+    elementwise = [each for each in group if not isinstance(each, FusableSum)]
+    for each in elementwise:
         operands = tuple(o if isinstance(o, Constant) else numbers[o] for o in each.operands)
         steps.append(Step(each.operator, operands, each.attributes))
         numbers[each.output] = len(numbers)
+    views = [unsqueezed(value) or (value, 0) for value in inputs]
     program = Program(
-        tuple(map(Operand, types, varying)), tuple(steps), tuple(numbers[each.output] for each in results)
+        tuple(map(Operand, types, varying, (ones for _, ones in views))),
+        tuple(steps),
+        tuple(numbers[each.output] for each in results if not isinstance(each, FusableSum)),
+        tuple(each.total(numbers[each.values[0]], by_rows) for each in sums_of(results)),
     )
     element = next(each.element for each in group if each.element)
     name = names.fresh(f"{_label(results[-1])} ({_summary(group)})")
-    nodes = tuple(_label(each) for each in group)
+    nodes = tuple(_label(each) for each in elementwise)
     operator = fused_operator(program, nodes, element)
     attributes = {**program.to_attributes(), "nodes": list(nodes)}
     call = make_call(operator, name, attributes, [True] * len(inputs), [True] * len(results))
     node = ir.Node(
         DOMAIN,
         NAMES[element],
-        inputs,
+        [value for value, _ in views],
         [ir.AttrString(CALL_ATTRIBUTE, call.to_json())],
         num_outputs=len(results),
         name=name,

@@ -1,7 +1,8 @@
 """Groups of element-wise nodes that can be computed together: connected, and with nothing in between.
 
 A fused node needs all of its inputs before it gives any of its results. So there must be no path from a node
-of a group through other nodes to another one of the group.
+of a group through other nodes to another one of the group. Sums of what a group computes or reads belong to
+it, but nothing of the group reads them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from ortgrad.fusion.kernel import MOST_INPUTS, MOST_OUTPUTS
+from ortgrad.fusion.kernel import MOST_INPUTS, MOST_OUTPUTS, MOST_SUMS
 from ortgrad.graph.traversal import dependencies
 from ortgrad.passes.fusable import Fusable, known_shape
+from ortgrad.passes.fusable_sums import FusableSum
 
 _MOST_STEPS = 40
 # Axes of the results are divided into this many groups at most (see ortgrad.fusion.kernel).
@@ -50,9 +52,23 @@ class Groups:
         # the mask of a gradient is merged with forward nodes first, a path leads around through others.
         for producer, each in sorted(pairs, key=lambda pair: not pair[0].gives_bool):
             self._merge(self._place[producer.node], self._place[each.node])
+        for each in self._fusable.values():
+            if isinstance(each, FusableSum):
+                self._merge_readers(each)
         roots = dict.fromkeys(self._find(self._place[node]) for node in self._fusable)
         groups = [_trimmed(self._group(root)) for root in roots]
         return [group for group in groups if pays(group)]
+
+    def _merge_readers(self, total: FusableSum) -> None:
+        """Merge what reads the same values as the group of a sum, so that they are read once."""
+        for value in external_inputs(self._group(self._find(self._place[total.node]))):
+            if known_shape(value) != total.shape:
+                continue
+            for use in value.uses():
+                if use.node in self._fusable:
+                    a, b = self._find(self._place[total.node]), self._find(self._place[use.node])
+                    if not self._has_path_around(b, a):
+                        self._merge(a, b)
 
     def _group(self, root: int) -> list[Fusable]:
         return [self._fusable[node] for node in sorted(self._members[root], key=self._place.__getitem__)]
@@ -94,7 +110,10 @@ class Groups:
 
 
 def pays(group: Sequence[Fusable]) -> bool:
-    """Return whether nodes should be computed by one kernel."""
+    """Return whether nodes should be computed by one kernel.
+
+    A sum alone is as fast, or faster, in onnxruntime.
+    """
     return len(group) > 1 or any(each.saves_alone and fit(group) for each in group)
 
 
@@ -105,13 +124,29 @@ def fit(group: Sequence[Fusable]) -> bool:
         return False
     if len({each.element for each in group if each.element}) > 1:
         return False
-    inputs = external_inputs(group)
-    if len(inputs) > MOST_INPUTS or len(escaping(group)) > MOST_OUTPUTS:
+    inputs, sums = external_inputs(group), sums_of(group)
+    if len(inputs) > MOST_INPUTS or len(escaping(group)) - len(sums) > MOST_OUTPUTS or len(sums) > MOST_SUMS:
         return False
-    axes = axis_groups(first.shape, inputs)
-    if axes is None or len(axes) > _MOST_AXES:
+    axes = axis_groups(first.shape, inputs, sums)
+    if axes is None or len(axes) > _MOST_AXES or not _are_alike(axes, len(sums)):
+        return False
+    read = {value for each in group for value in each.values}
+    if any(output in read for each in sums for node in each.nodes for output in node.outputs):
         return False
     return len(axes) < 2 or not isinstance(axes[-1][0], int) or axes[-1][0] >= _SHORTEST_ROW
+
+
+def sums_of(group: Sequence[Fusable]) -> list[FusableSum]:
+    """Return the sums of a group."""
+    return [each for each in group if isinstance(each, FusableSum)]
+
+
+def _are_alike(axes: Sequence[tuple[int | str, tuple[bool, ...]]], sums: int) -> bool:
+    """Return whether all sums of a group are over its last axes, or all over the axes before them alone."""
+    if not axes or not sums:
+        return True
+    kinds = [kind[len(kind) - sums :] for _, kind in axes]
+    return all(kinds[-1]) or (not any(kinds[-1]) and all(all(kind) for kind in kinds[:-1]))
 
 
 def _trimmed(group: list[Fusable]) -> list[Fusable]:
@@ -166,9 +201,12 @@ def escaping(group: Sequence[Fusable]) -> list[Fusable]:
 
 
 def axis_groups(
-    full: Sequence[int | str], inputs: Iterable[ir.Value]
+    full: Sequence[int | str], inputs: Iterable[ir.Value], sums: Sequence[FusableSum] = ()
 ) -> list[tuple[int | str, tuple[bool, ...]]] | None:
-    """Return groups of axes, and which inputs vary along each; None if the shape of an input is unknown."""
+    """Return groups of axes, and for each which inputs vary along it, and which sums are over it.
+
+    Returns None if the shape of an input is unknown.
+    """
     shapes = [known_shape(value) for value in inputs]
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
@@ -177,9 +215,12 @@ def axis_groups(
     for axis, size in enumerate(full, -len(full)):
         if size == 1:
             continue
-        varying = tuple(-axis <= len(shape) and shape[axis] != 1 for shape in known)
-        if groups and groups[-1][1] == varying:
+        kind = (
+            *(-axis <= len(shape) and shape[axis] != 1 for shape in known),
+            *(len(full) + axis in each.axes for each in sums),
+        )
+        if groups and groups[-1][1] == kind:
             before = groups.pop()[0]
             size = before * size if isinstance(before, int) and isinstance(size, int) else "several"
-        groups.append((size, varying))
+        groups.append((size, kind))
     return groups
