@@ -51,6 +51,10 @@ class KernelError(OrtgradError, RuntimeError):
         return type(self), (self.node, self.operator, self.inputs, self.reason)
 
 
+class MissingPackageError(OrtgradError, ImportError):
+    """An optional package is needed, and not installed; the message says how to install it."""
+
+
 class TrainingError(OrtgradError, RuntimeError):
     """A training step, or what is needed for one, is not possible."""
 

@@ -10,11 +10,20 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 
 import ortgrad
+from ortgrad.compiled import machine_code
+from ortgrad.pipelines.prepare import Kernels
 
 GOLDEN = Path(__file__).parent / "golden"
-KERNELS = ("python", "onnx", "compiled")
+# Without Numba, "auto" takes the place of "compiled".
+FASTEST: Kernels = "compiled" if machine_code.is_installed() else "auto"
+KERNELS: tuple[Kernels, ...] = ("python", "onnx", FASTEST)
+
+needs_numba = pytest.mark.skipif(
+    not machine_code.is_installed(), reason="kernels are compiled by Numba, which is optional"
+)
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:

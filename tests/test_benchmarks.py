@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import needs_numba
+from test_malformed_calls import WAYS
 
 from ortgrad.operators.declaration import all_operators
 
@@ -70,7 +72,7 @@ def test_derived_inputs(cases) -> None:
     np.testing.assert_allclose(feeds["HAll"][:, 0], states.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("peer", ["auto", "compiled", "onnx", "python", "registered", "torch"])
+@pytest.mark.parametrize("peer", [*WAYS, pytest.param("registered", marks=needs_numba), "torch"])
 def test_peers_compute_the_same(cases, worker, peer: str, tmp_path: Path) -> None:
     """A chain of nodes, with a thread each; bound inputs are aligned and stay alive."""
     random = np.random.default_rng(0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from compiled_support import checked_tasks
 from test_malformed_calls import CASES, Case, cells
 
 import ortgrad
@@ -25,11 +25,9 @@ from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
 from ortgrad.fusion.kernel import fused_operator
 from ortgrad.fusion.program import Constant, Operand, Program, Step
-from ortgrad.operators.call import make_call
-from ortgrad.operators.compiled import CompiledKernel, Matrix, Plan, Product, elementwise_plan
+from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
 from ortgrad.runtime import c_api
-from ortgrad.runtime.evaluate import declared_shapes
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
 
@@ -233,21 +231,6 @@ def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert cache.read("other") is None
 
 
-@pytest.fixture
-def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(machine_code, "is_installed", lambda: False)
-    yield
-
-
-def test_without_numba_compiled_is_auto(without_numba: None) -> None:
-    model = nodes.make_model(nodes.relu_grad("dY", "X", "dX"))
-    prepared = ortgrad.prepare(model, kernels="compiled")
-    assert [node.op_type for node in prepared.graph.node] == [
-        node.op_type for node in ortgrad.prepare(model, kernels="auto").graph.node
-    ]
-    assert "ReluGrad" not in {node.op_type for node in prepared.graph.node}
-
-
 @pytest.mark.parametrize("element", ["float32", "float64"])
 def test_exp(element: str) -> None:
     from numba import njit
@@ -402,85 +385,6 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
         CompiledKernel(element, 3)
     with pytest.raises(RegistrationError, match="view for every input"):
         CompiledKernel(lambda task, a, b, c: None, 3, (1, 1))
-
-
-def compute_products(products: Sequence[Product], tensors: Mapping[str, np.ndarray]) -> None:
-    """What onnxruntime computes before and after the tasks."""
-
-    def matrix(of: Matrix) -> np.ndarray:
-        part = tensors[of.tensor].reshape(-1)[of.start : of.start + of.rows * of.columns]
-        return part.reshape(of.rows, of.columns)
-
-    for into, left, right, transposed in products:
-        a, b = matrix(left), matrix(right)
-        matrix(into)[...] = (a.T if transposed == "left" else a) @ (b.T if transposed == "right" else b)
-
-
-@functools.cache
-def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
-    """The functions of a compiled kernel with checks of all indices."""
-    from ortgrad.compiled import compiler
-
-    kernel = operator.compiled_kernel
-    assert kernel is not None
-    source = source_of(kernel, dtypes)
-    flags = {"contract", "reassoc", "nsz"}
-    return [compiler.compile_function(f, source.element, flags, checked=True) for f in source.phases]
-
-
-def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
-    """The outputs of a compiled kernel whose functions check every index; run task by task from Python.
-
-    None if the kernel does not support the case.
-    """
-    kernel = operator.compiled_kernel
-    assert kernel is not None
-    given = [case.arrays.get(parameter.name) for parameter in operator.inputs]
-    wanted = [not case.outputs or parameter.name in case.outputs for parameter in operator.outputs]
-    call = make_call(operator, "node", case.attributes, [a is not None for a in given], wanted)
-    feed = [np.zeros(0, np.float32) if array is None else array for array in given]
-    shapes = [
-        shape if want else None for shape, want in zip(declared_shapes(call, feed), wanted, strict=True)
-    ]
-    planned: Plan | None = elementwise_plan(feed[0].shape)
-    if kernel.plan is not None:
-        known = [None if array is None else array.shape for array in given]
-        planned = kernel.plan(*known, *shapes, **call.attributes)
-    if planned is None:
-        return None
-    dtype = next(array.dtype for array in feed if array.dtype.kind == "f")
-    types = [dtype if slot.type in operator.types else np.dtype(slot.type) for slot in operator.outputs]
-    outputs = [
-        np.full(0 if shape is None else shape, np.nan if of.kind == "f" else -1, of)
-        for shape, of in zip(shapes, types, strict=True)
-    ]
-    names = [array.dtype.name for array in (*feed, *outputs)]
-    phases = checked_functions(operator, tuple(names))
-    numbers = {**call.attributes, **planned.numbers}
-    values = [
-        np.array(numbers[name], np.int64)
-        if kind == "array"
-        else dtype.type(numbers[name])
-        if kind == "float"
-        else int(numbers[name])
-        for name, kind in kernel.numbers.items()
-    ]
-    if kernel.elementwise:
-        flat = [array.reshape(-1) for array in feed]
-        for k in range(flat[0].size):
-            outputs[0].reshape(-1)[k] = phases[0](*(array[k] for array in flat), *values)
-        return outputs
-    tensors = [array.view(np.uint8) if array.dtype == bool else array for array in (*feed, *outputs)]
-    views = [array.reshape(shape) for array, shape in zip(tensors, planned.views, strict=True)]
-    scratch = [np.full(shape, np.nan, dtype) for shape in planned.scratch]
-    named = dict(zip(kernel.names, (*views, *scratch), strict=True))
-    compute_products(planned.before, named)
-    counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
-    for function, count in zip(phases, counts, strict=True):
-        for task in range(count):
-            assert not function(task, *views, *scratch, *values)
-    compute_products(planned.after, named)
-    return outputs
 
 
 def recurrent_cases(name: str) -> Iterator[Case]:

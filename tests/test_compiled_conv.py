@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from compiled_support import checked_tasks
 from support import assert_close, run_node
-from test_compiled import checked_tasks
 from test_conv import expected, make_feeds, node_for
 from test_malformed_calls import Case
 

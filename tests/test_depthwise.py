@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 import support
 import torch
+from compiled_support import checked_tasks
 from onnx import helper
-from test_compiled import checked_tasks
-from test_malformed_calls import Case
+from test_malformed_calls import WAYS, Case
 
 import ortgrad
 from ortgrad import nodes
@@ -173,10 +173,10 @@ def grad_model(
     )
 
 
+@support.needs_numba
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_convolution(name: str, dtype: str) -> None:
-    pytest.importorskip("numba")
     arrays, expected = make_arrays(GEOMETRIES[name], dtype)
     model = conv_model(GEOMETRIES[name], dtype, dynamic=True)
     assert operator_of(model, "auto") == (INTERNAL_DOMAIN, "DepthwiseConv")
@@ -186,10 +186,10 @@ def test_convolution(name: str, dtype: str) -> None:
         assert_close(session.run(None, feeds)[0], expected["Y"].astype(dtype))
 
 
+@support.needs_numba
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_gradient(name: str, dtype: str) -> None:
-    pytest.importorskip("numba")
     arrays, expected = make_arrays(GEOMETRIES[name], dtype)
     model = grad_model(GEOMETRIES[name], dtype)
     assert operator_of(model, "auto") == (INTERNAL_DOMAIN, "DepthwiseConvGrad")
@@ -200,6 +200,7 @@ def test_gradient(name: str, dtype: str) -> None:
             assert_close(value, expected[output].astype(dtype))
 
 
+@support.needs_numba
 @pytest.mark.parametrize(
     "outputs", [("dX", None, None), (None, "dW", None), (None, None, "dB"), ("dX", None, "dB")]
 )
@@ -227,10 +228,10 @@ def test_the_numpy_kernels(name: str) -> None:
         assert_close(value, expected[output])
 
 
+@support.needs_numba
 @pytest.mark.parametrize("name", [name for name in GEOMETRIES if name != "empty batch"])
 def test_no_kernel_reads_or_writes_outside_its_tensors(name: str) -> None:
     """Numba's checks raise an IndexError; a result that was not written is NaN."""
-    pytest.importorskip("numba")
     arrays, expected = make_arrays(GEOMETRIES[name], "float32")
     attributes = {"group": arrays["X"].shape[1], **GEOMETRIES[name][2]}
     case = Case("DepthwiseConvGrad", {n: arrays[n] for n in ("dY", "X", "W")}, attributes)
@@ -240,6 +241,7 @@ def test_no_kernel_reads_or_writes_outside_its_tensors(name: str) -> None:
     assert_close(checked_tasks(depthwise_conv, case)[0], expected["Y"].astype(np.float32))
 
 
+@support.needs_numba
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize(
     "name", ["channels of several strips", "planes smaller than a square", "1d of several strips"]
@@ -258,6 +260,7 @@ def test_results_do_not_depend_on_threads(name: str, threads: int) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@support.needs_numba
 @pytest.mark.parametrize(
     "name",
     ["3x3", "5x5 strided", "1d", "several filters", "dilated", "windows of much padding", "rows of padding"],
@@ -282,6 +285,7 @@ def test_numbers_that_are_not_finite(name: str, value: float, where: str) -> Non
         np.testing.assert_allclose(forward.run(None, {"X": x, "W": w, "B": b})[0], y, rtol=1e-4, atol=1e-4)
 
 
+@support.needs_numba
 def test_sums_are_accurate() -> None:
     """A long sum of numbers of one sign, in float32."""
     x = np.random.default_rng(0).random((4, 2, 512, 512), dtype=np.float32) + 1
@@ -294,6 +298,7 @@ def test_sums_are_accurate() -> None:
     np.testing.assert_allclose(db, wide.sum((0, 2, 3)), rtol=3e-7)
 
 
+@support.needs_numba
 def test_without_a_bias() -> None:
     arrays, expected = make_arrays(CASES["3x3"], "float32")
     session = ortgrad.InferenceSession(conv_model(CASES["3x3"], "float32", bias=False), kernels="compiled")
@@ -318,12 +323,13 @@ def test_operators_of_sessions_stay_in_sessions() -> None:
     built = ortgrad.build_gradient_model(model, wrt=["X", "W"])
     for saved in (
         built,
-        *(ortgrad.prepare(built, kernels=way) for way in ("auto", "compiled", "onnx", "python")),
+        *(ortgrad.prepare(built, kernels=way) for way in WAYS),
     ):
         assert INTERNAL_DOMAIN not in {node.domain for node in saved.graph.node}
     assert find_operator("DepthwiseConv") is None
 
 
+@support.needs_numba
 def test_a_wrong_shape_is_refused_and_the_next_run_works() -> None:
     arrays, expected = make_arrays(CASES["3x3"], "float32")
     session = ortgrad.InferenceSession(conv_model(CASES["3x3"], "float32", dynamic=True), kernels="auto")

@@ -582,16 +582,6 @@ def test_saved_models_and_other_kernels_are_not_fused() -> None:
     assert prepare_loaded(model, "auto", bodies=False) is model
 
 
-def test_without_numba_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ortgrad.compiled import machine_code
-
-    monkeypatch.setattr(machine_code, "is_installed", lambda: False)
-    built = ortgrad.build_gradient_model(
-        parse("g (float[N] x) => (float[N] y) { a = Exp(x)  b = Mul(a, x)  y = Sigmoid(b) }"), wrt=["x"]
-    )
-    assert not steps(prepare_loaded(built, "auto", bodies=False))
-
-
 @pytest.mark.parametrize(
     "shape, count, worthwhile",
     [

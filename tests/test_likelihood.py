@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from test_compiled import checked_tasks
+from compiled_support import checked_tasks
 from test_malformed_calls import Case
 
 import ortgrad

@@ -22,7 +22,7 @@ from recurrent_support import (
     run_module,
     torch_module,
 )
-from support import KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
+from support import FASTEST, KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
 
 import ortgrad
 from ortgrad import nodes
@@ -178,7 +178,7 @@ def test_forward_is_onnxruntimes(case: Case) -> None:
 
 
 @cases
-@pytest.mark.parametrize("kernels", ["onnx", "compiled"])
+@pytest.mark.parametrize("kernels", ["onnx", FASTEST])
 def test_forward_is_the_plain_one(case: Case, kernels: str) -> None:
     feeds = case.feeds(np.float64)
     expected = plain(case, {n: torch.tensor(a) for n, a in feeds.items()})
@@ -192,7 +192,7 @@ def test_forward_is_the_plain_one(case: Case, kernels: str) -> None:
     ("kernels", "dtype"),
     [
         ("python", np.float64),
-        *((kernels, dtype) for kernels in ("onnx", "compiled") for dtype in (np.float32, np.float64)),
+        *((kernels, dtype) for kernels in ("onnx", FASTEST) for dtype in (np.float32, np.float64)),
     ],
 )
 def test_gradient_is_autograds(case: Case, kernels: str, dtype: Any) -> None:

@@ -24,11 +24,12 @@ import pytest
 
 import ortgrad
 from ortgrad import nodes
+from ortgrad.compiled import machine_code
 from ortgrad.operators.assertions import REQUIRES, explain
 from ortgrad.operators.declaration import Parameter, all_operators, find_operator
 
 Arrays = dict[str, np.ndarray]
-WAYS = ("python", "onnx", "auto", "compiled")
+WAYS = ("python", "onnx", "auto", *(["compiled"] if machine_code.is_installed() else []))
 # What the model says of its inputs: the ranks, or nothing at all.
 RANKS = ("symbolic", "undeclared")
 HUGE = 2**40

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from compiled_support import checked_tasks
 from onnx import helper
-from test_compiled import checked_tasks
+from support import needs_numba
 from test_malformed_calls import Case
 
 import ortgrad
@@ -111,10 +112,10 @@ def operator_of(model: onnx.ModelProto, kernels: str = "auto") -> tuple[str, str
     return node.domain, node.op_type
 
 
+@needs_numba
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_maxima_and_indices(name: str, dtype: str) -> None:
-    pytest.importorskip("numba")
     geometry = GEOMETRIES[name]
     model = make_model(geometry, dtype)
     assert operator_of(model) == (INTERNAL_DOMAIN, "MaxPoolWithIndices")
@@ -138,12 +139,12 @@ def test_the_numpy_kernel(name: str) -> None:
             np.testing.assert_array_equal(actual, right)
 
 
+@needs_numba
 @pytest.mark.parametrize(
     "name", [name for name in GEOMETRIES if name not in ("empty batch", "ones for dilations")]
 )
 def test_no_kernel_reads_or_writes_outside_its_tensors(name: str) -> None:
     """Numba's checks raise an IndexError; a result that was not written is not the right one."""
-    pytest.importorskip("numba")
     shape, attributes = GEOMETRIES[name]
     x = values("numbers", shape, "float32")
     case = Case("MaxPoolWithIndices", {"X": x}, attributes)

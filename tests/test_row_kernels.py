@@ -14,8 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from compiled_support import checked_tasks
 from support import assert_close, float_type
-from test_compiled import checked_tasks
 from test_malformed_calls import Case
 
 import ortgrad

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import needs_numba
 from test_dispatch import run_script
 
 SCRIPT = Path(__file__).parent / "fault_script.py"
@@ -27,7 +28,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("way", "step"), FAULTS.items())
+@pytest.mark.parametrize(
+    ("way", "step"),
+    [pytest.param(*item, marks=needs_numba if item[0] == "planning" else ()) for item in FAULTS.items()],
+)
 def test_an_exception_at_any_bytecode_of_a_callback(way: str, step: int) -> None:
     result = subprocess.run(
         [sys.executable, SCRIPT, way, "0", str(step)], capture_output=True, text=True, check=False

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from test_malformed_calls import WAYS
 
 import ortgrad
 
@@ -28,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["auto", "compiled", "python", "onnx"])
+@pytest.mark.parametrize("kernels", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_zero(case: str, kernels: Any) -> None:
     shape, count, call = CASES[case]

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ortgrad.check import check_gradients
-from ortgrad.errors import OrtgradError
+from ortgrad.errors import MissingPackageError
 from ortgrad.graph.loading import load_model
 from ortgrad.graph.protos import FLOAT, INT64, copy_of
 from ortgrad.pipelines.build import build_gradient_model
@@ -26,10 +26,6 @@ LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 SEED = 0
 TEST_DIGITS = 360
-
-
-class MissingPackageError(OrtgradError, ImportError):
-    """The demo needs a package that is not installed."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from typing import Literal, get_args
 
 import onnx
 
+from ortgrad.compiled import machine_code
 from ortgrad.dialects.optimizers import PREVIEW_TRAINING, find_optimizer
 from ortgrad.dialects.training import is_training_operator
+from ortgrad.errors import MissingPackageError
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
@@ -22,9 +24,10 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
 
     kernels="python" keeps the gradient nodes: with `ortgrad.register` their Python kernels run, without
     it the bodies, which are part of the model. "onnx" replaces them by standard operators. "compiled"
-    keeps the nodes whose kernels Numba can compile; without Numba it is "auto", which chooses per node
-    whichever was measured fastest. A model without gradient nodes only gets an import of com.microsoft,
-    without which it may not load with the op library. The caller's model is not changed.
+    keeps the nodes whose kernels Numba can compile, and raises MissingPackageError without Numba. "auto"
+    chooses per node whichever was measured fastest of what is installed. A model without gradient nodes only
+    gets an import of com.microsoft, without which it may not load with the op library. The caller's model is
+    not changed.
 
     >>> import onnx, ortgrad
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
@@ -44,6 +47,10 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
+    if kernels == "compiled" and not machine_code.is_installed():
+        raise MissingPackageError(
+            'kernels="compiled" needs Numba: pip install \'ortgrad[compiled]\'; "auto" does without it'
+        )
     found = _has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)
     if not found and (bodies or kernels not in ("auto", "compiled") or not is_built(model)):
         return model

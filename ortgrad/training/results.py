@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from ortgrad.errors import OrtgradError
+from ortgrad.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from ortgrad.training.state import TrainingState
     from ortgrad.training.trainer import Trainer
-
-
-class MissingPackageError(OrtgradError, ImportError):
-    """A package is needed that is not installed."""
 
 
 @dataclass
