@@ -369,6 +369,46 @@ for dtype in ("float32", "float64"):
         assert done.stdout == expected
 
 
+def test_memory_that_a_task_does_not_get(tmp_path: Path) -> None:
+    """The task fails, and the NumPy kernel takes over; memory of several sizes is used again."""
+    script = tmp_path / "memory.py"
+    script.write_text("""
+import numpy as np
+import ortgrad
+from ortgrad.compiled.functions import allocate, release
+from ortgrad.operators.compiled import Plan
+
+
+@ortgrad.operator("Copy", domain="my.domain", inputs=["X", "N: int64"], outputs=["Y"], shapes="X")
+def copy(x, n):
+    return -x
+
+
+@copy.compiled(views=[1, 1, 1], plan=lambda x, n, y: Plan(x[0], [x, n, y]))
+def copy_element(k: int, x: np.ndarray, n: np.ndarray, y: np.ndarray) -> bool:
+    first, second = allocate(n[0]), allocate(n[1])
+    failed = len(first) == 0 or len(second) == 0
+    if not failed:
+        first[n[0] - 1] = x[k]
+        second[n[1] - 1] = x[k]
+        y[k] = first[n[0] - 1] + second[n[1] - 1]
+    release(first)
+    release(second)
+    return failed
+
+
+model = ortgrad.nodes.make_model(ortgrad.nodes.copy("X", "N"), shapes={"X": ["M"], "N": [2]})
+session = ortgrad.InferenceSession(model, kernels="compiled")
+x = np.arange(50, dtype=np.float32)
+for sizes in ((1, 1), (5000, 9000), (1 << 46, 1), (1, 1 << 46), (70000, 1 << 21), (300000, 300000)):
+    y = session.run(None, {"X": x, "N": np.array(sizes)})[0]
+    assert (y == (-x if max(sizes) == 1 << 46 else 2 * x)).all(), (sizes, y)
+print("done")
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 @pytest.mark.parametrize("operator", COMPILED, ids=lambda operator: operator.name)
 def test_numbers_of_a_kernel_are_attributes_or_planned(operator: Operator) -> None:
     kernel = operator.compiled_kernel

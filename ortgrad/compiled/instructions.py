@@ -381,6 +381,8 @@ def _allocate(size: int) -> int:
 
 @functools.partial(inner, inlined=False)
 def _release(address: int) -> None:
+    if address == 0:
+        return
     kind = load(address - _HEADER)
     if kind >= 0:
         for i in range(_OF_A_SIZE):
