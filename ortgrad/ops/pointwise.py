@@ -53,7 +53,9 @@ def is_pointwise(w: Sequence[int | None], attributes: dict[str, Any]) -> bool:
 
 def _dx_pays(few: FewPositions) -> bool:
     """Return whether dX is faster without Gemm, which copies W for every product, as was measured."""
-    return 2 <= few.rows <= 112 and few.filters >= 32 and few.rows * few.channels <= 1 << 15
+    elements = few.rows * few.channels
+    few_products = elements <= 1 << 15 and elements * few.filters <= 1 << 22
+    return 2 <= few.rows <= 112 and few.filters >= 32 and few_products
 
 
 def _dw_pays(few: FewPositions) -> bool:
