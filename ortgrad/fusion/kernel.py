@@ -193,10 +193,14 @@ def _plan(program: Program, *shapes: Shape, **_: Any) -> Plan | None:
     tasks = -(-places // many) * chunks
     if not program.sums:
         return Plan(tasks, views, numbers, work)
+    scratch = []
     for i, (by_row, by_column) in enumerate(zip(kinds[0][count:], kinds[1][count:], strict=True)):
         for name, size, is_added in (("rows", rows, by_row), ("columns", columns, by_column)):
             numbers[f"kept_{name}{i}"], numbers[f"added_{name}{i}"] = (1, size) if is_added else (size, 1)
-    scratch = [(places * chunks,)] * len(program.sums)
+        # A task may compute the sum itself, and nothing is left to be added up.
+        numbers[f"whole{i}"] = is_whole = int(chunks == 1 and not by_row and not by_column)
+        numbers[f"kept_rows{i}"] = 0 if is_whole else numbers[f"kept_rows{i}"]
+        scratch.append((0 if is_whole else places * chunks,))
     return Plan((tasks, 1), views, numbers, work, scratch)
 
 

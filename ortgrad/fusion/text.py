@@ -43,47 +43,65 @@ def _is_common(number: float) -> bool:
 def _text(program: Program) -> str:
     """Return the text of the function that computes a chunk of some rows."""
     row = [
-        *_row_and_column(),
         *_constants_of_row(program),
-        *_slices(program, "start", "count"),
+        *_places(program, "start"),
         "for k in range(count):",
         *_indented(_element(program)),
     ]
-    return _function(program, _NUMBERS, [*_rows_of_task(), *_indented(row)])
+    return _function(program, _NUMBERS, _rows_of_task(row))
 
 
 def _rows_text(program: Program) -> str:
     """Return the text of the function that computes a chunk of some rows, and adds it up."""
-    totals = range(len(program.sums))
+    totals, first = range(len(program.sums)), _first_sum(program)
     sums = [f"s{i} = accumulate(s{i}, v{total.value})" for i, total in enumerate(program.sums)]
     piece = [
         f"first = start + piece * {PIECE}",
         f"size = min({PIECE}, start + count - first)",
-        *_slices(program, "first", "size"),
+        *_places(program, "first"),
         *(f"s{i} = 0.0" for i in totals),
         "for k in range(size):",
         *_indented([*_element(program), *sums]),
         *(f"total{i} += double(s{i})" for i in totals),
     ]
     row = [
-        *_row_and_column(),
         *_constants_of_row(program),
         *(f"total{i} = double(0.0)" for i in totals),
         f"for piece in range((count + {PIECE - 1}) // {PIECE}):",
         *_indented(piece),
-        *(f"p{i}[place * chunks + chunk] = total{i}" for i in totals),
+        *(line for i in totals for line in _store(i, first + i)),
     ]
-    return _function(program, _numbers_of_rows(program), [*_rows_of_task(), *_indented(row)])
+    return _function(program, _numbers_of_rows(program), _rows_of_task(row))
 
 
-def _rows_of_task() -> list[str]:
-    """Return lines that begin a loop over the rows of a task."""
+def _store(i: int, tensor: int) -> list[str]:
+    """Return lines that store a sum, or a part of it."""
+    return [
+        f"if whole{i}:",
+        f"    put(t{tensor}, place, total{i})",
+        "else:",
+        f"    put(p{i}, place * chunks + chunk, total{i})",
+    ]
+
+
+def _rows_of_task(row: list[str]) -> list[str]:
+    """Return lines that do something for every row of a task, without a division for each."""
     return [
         "group = task // chunks",
         "chunk = task - group * chunks",
         f"start = chunk * {CHUNK}",
         f"count = min({CHUNK}, inner - start)",
-        "for place in range(group * many, min(group * many + many, places)):",
+        *_loop_over_rows("group * many", "min(group * many + many, places)", row),
+    ]
+
+
+def _loop_over_rows(first: str, last: str, row: list[str]) -> list[str]:
+    step = ["column += 1", "if column == columns:", "    column = 0", "    row += 1"]
+    return [
+        f"row = {first} // columns",
+        f"column = {first} - row * columns",
+        f"for place in range({first}, {last}):",
+        *_indented([*row, *step]),
     ]
 
 
@@ -96,7 +114,7 @@ def _last_of_rows(program: Program) -> str:
 
 
 def _numbers_of_rows(program: Program) -> list[str]:
-    names = ("kept_rows", "added_rows", "kept_columns", "added_columns")
+    names = ("whole", "kept_rows", "added_rows", "kept_columns", "added_columns")
     counts = [f"{name}{i}" for i in range(len(program.sums)) for name in names]
     return [*_NUMBERS, "parts", *counts]
 
@@ -107,9 +125,8 @@ def _columns_text(program: Program) -> str:
     # `put` says that they are disjoint from the inputs.
     sums = [f"put(a{i}, k, a{i}[k] + v{total.value})" for i, total in enumerate(program.sums)]
     row = [
-        *_row_and_column(),
         *_constants_of_row(program),
-        *_slices(program, "start", "count"),
+        *_places(program, "start"),
         "for k in range(count):",
         *_indented([*_element(program), *sums]),
     ]
@@ -121,8 +138,8 @@ def _columns_text(program: Program) -> str:
         *(f"a{i} = p{i}[first : first + count]" for i in totals),
         "for k in range(count):",
         *_indented([f"a{i}[k] = 0.0" for i in totals]),
-        "for place in range(places * block // blocks, places * (block + 1) // blocks):",
-        *_indented(row),
+        "begin = places * block // blocks",
+        *_loop_over_rows("begin", "places * (block + 1) // blocks", row),
     ]
     return _function(program, _NUMBERS_OF_COLUMNS, lines)
 
@@ -155,10 +172,6 @@ def _indented(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-def _row_and_column() -> list[str]:
-    return ["row = place // columns", "column = place - row * columns"]
-
-
 def _constants_of_row(program: Program) -> list[str]:
     """Return lines that load the inputs that are constant along a row."""
     return [
@@ -168,23 +181,20 @@ def _constants_of_row(program: Program) -> list[str]:
     ]
 
 
-def _slices(program: Program, start: str, count: str) -> list[str]:
-    """Return lines that take a part of a row of the inputs and results."""
-    lines = []
-    for i, operand in enumerate(program.operands):
-        if operand.varies:
-            lines.append(f"first{i} = row * by_row{i} + column * by_column{i} + {start}")
-            lines.append(f"x{i} = t{i}[first{i} : first{i} + {count}]")
-    for i in range(len(program.results)):
-        tensor = len(program.operands) + i
-        lines.append(f"y{i} = t{tensor}[place * inner + {start} : place * inner + {start} + {count}]")
-    return lines
+def _places(program: Program, start: str) -> list[str]:
+    """Return lines that find a part of a row in the inputs and results; slices would take more time."""
+    lines = [
+        f"x{i} = row * by_row{i} + column * by_column{i} + {start}"
+        for i, operand in enumerate(program.operands)
+        if operand.varies
+    ]
+    return [*lines, *([f"y = place * inner + {start}"] if program.results else [])]
 
 
 def _element(program: Program) -> list[str]:
     """Return lines that compute element k of a part of a row, and store the results."""
     lines = [
-        f"v{i} = fetch(x{i}, k)" + _comparison(operand.type)
+        f"v{i} = fetch(t{i}, x{i} + k)" + _comparison(operand.type)
         for i, operand in enumerate(program.operands)
         if operand.varies
     ]
@@ -195,7 +205,8 @@ def _element(program: Program) -> list[str]:
             for o in step.operands
         ]
         lines.append(f"v{i} = {write(step.expression, operands, dict(step.attributes))}")
-    return [*lines, *(f"put(y{i}, k, v{value})" for i, value in enumerate(program.results))]
+    first = len(program.operands)
+    return [*lines, *(f"put(t{i}, y + k, v{value})" for i, value in enumerate(program.results, first))]
 
 
 def _comparison(type_: str) -> str:
