@@ -139,3 +139,35 @@ def test_random_nodes_are_not_shared() -> None:
         np.testing.assert_array_equal(result, -x)
     for result in session.run(None, {"c": np.array(True), "x": x}):
         assert np.isfinite(result).all()
+
+
+# Nodes of which the gradient needs more results than the branch itself, and the shapes of their weights.
+EXTENDED = {
+    "MaxPool": ("p = MaxPool<kernel_shape = [2]>(x)", {}),
+    "LSTM": ("z = LSTM<hidden_size = 2>(x, w, r) p = Squeeze(z, one)", {"w": (1, 8, 2), "r": (1, 8, 2)}),
+    "GRU": ("z, p = GRU<hidden_size = 2>(x, w, r)", {"w": (1, 6, 2), "r": (1, 6, 2)}),
+}
+
+
+@pytest.mark.parametrize("operator", EXTENDED)
+def test_what_the_gradient_needs_is_computed_in_the_first_branch(operator: str) -> None:
+    nodes, weights = EXTENDED[operator]
+    inputs = "".join(f", float[{', '.join(map(str, shape))}] {name}" for name, shape in weights.items())
+    model = parser.parse_model(f"""{HEAD} g (bool c, float[4,3,2] x{inputs}) => (float[a,b,d] y)
+        <int64[1] one = {{1}}>
+    {{
+        y = If (c) <
+            then_branch = a () => (float[a,b,d] p) {{ {nodes} }},
+            else_branch = b () => (float[a,b,d] q) {{ q = Sin(x) }}
+        >
+    }}""")
+    wrt = ["x", *weights]
+    then, backward = (branches(ortgrad.build_gradient_model(model, wrt=wrt), i)[0] for i in (0, 1))
+    assert sum(name.startswith(operator) for name in then) == 1
+    assert not any(name.startswith(operator) and "Grad" not in name for name in backward)
+    random = np.random.default_rng(4)
+    feeds = {name: random.standard_normal(shape, np.float32) for name, shape in weights.items()}
+    feeds["x"] = random.standard_normal((4, 3, 2), np.float32)
+    for condition in (True, False):
+        checked = ortgrad.check_gradients(model, {**feeds, "c": np.array(condition)}, wrt=wrt)
+        assert checked.ok, str(checked)

@@ -3,21 +3,31 @@
 The gradient of an If is another If with the same condition, whose branches repeat the forward nodes that they
 need. Here the first If gets further outputs for them. In the branch that does not compute such an output, it
 is an empty tensor, which nobody reads.
+
+Some nodes compute more in the gradient than in the first If: the maxima of a MaxPool and where they were, the
+gates of an LSTM. There the node of the first If is changed, so that it computes that, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.errors import NodeError
+from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import RANDOM
 from ortgrad.graph.traversal import dependencies, release_captured, subgraphs
+from ortgrad.operators.call import make_call
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, find_operator
 from ortgrad.passes.deduplicate import content
 
 _BRANCHES = ("then_branch", "else_branch")
+# The operators with which gradients compute more, and those of ONNX.
+_TRAINING_FORMS = {"LSTMTraining": "LSTM", "GRUTraining": "GRU"}
 # What stands for a value in a comparison: another value, or its number in a subgraph.
 _Same = Mapping[ir.Value, object]
 
@@ -43,7 +53,7 @@ def _is_if(node: ir.Node) -> bool:
 def _share(first: ir.Node, second: ir.Node, branch: str, names: Names) -> None:
     """Replace nodes in a branch of the second If by outputs of the first."""
     source, graph = (node.attributes[branch].as_graph() for node in (first, second))
-    same = _matches(source, graph)
+    same = _matches(source, graph, names)
     needed, exported = set(graph.outputs), []
     gone: list[ir.Node] = []
     for node in reversed(list(graph)):
@@ -103,20 +113,92 @@ def _replace(old: ir.Value, new: ir.Value, graph: ir.Graph, names: Names) -> Non
     ir.convenience.replace_all_uses_with(old, new)
 
 
-def _matches(source: ir.Graph, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+def _matches(source: ir.Graph, graph: ir.Graph, names: Names) -> dict[ir.Value, ir.Value]:
     """Return the values of a graph that the other one computes, too, with those values."""
     nodes: dict[object, ir.Node] = {}
+    similar: dict[object, list[ir.Node]] = {}
     # Of several equal nodes, the first stands for all.
     known: dict[ir.Value, ir.Value] = {}
     for node in source:
         first = node if _is_random(node) else nodes.setdefault(_key(node, known), node)
         known.update(zip(node.outputs, first.outputs, strict=True))
+        if not _is_random(node) and not subgraphs(node):
+            similar.setdefault(_operator_and_operands(node, known), []).append(node)
     same: dict[ir.Value, ir.Value] = {}
     for node in graph:
         match = None if _is_random(node) else nodes.get(_key(node, same))
+        if match is None and not _is_random(node):
+            found = similar.get(_operator_and_operands(node, same), ())
+            match = next((each for each in found if _extend(each, node, names)), None)
         if match is not None:
-            same.update(zip(node.outputs, match.outputs, strict=True))
+            same.update(zip(node.outputs, match.outputs, strict=False))
     return same
+
+
+def _operator_and_operands(node: ir.Node, same: _Same) -> object:
+    """Return what is equal for nodes of which one may compute more results than the other."""
+    domain, name, overload = node.op_identifier()
+    tokens = [_token(value, same) for value in node.inputs]
+    operator = find_operator(name, domain)
+    if name in _TRAINING_FORMS and operator is not None and CALL_ATTRIBUTE in node.attributes:
+        domain, name, overload = "", _TRAINING_FORMS[name], ""
+        present = call_of(node, operator).present
+        tokens = [token if real else None for token, real in zip(tokens, present, strict=True)]
+    while tokens and tokens[-1] is None:
+        tokens.pop()
+    return domain, name, overload, tuple(tokens)
+
+
+def _extend(node: ir.Node, other: ir.Node, names: Names) -> bool:
+    """Let a node compute what another one computes from the same operands; returns False if it cannot."""
+    count = len(other.outputs)
+    if node.op_identifier() == other.op_identifier():
+        plain = CALL_ATTRIBUTE not in node.attributes and len(node.outputs) < count
+        if not plain or _attributes(node) != _attributes(other):
+            return False
+    else:
+        operator = find_operator(other.op_type, other.domain)
+        if operator is None or len(node.outputs) > count:
+            return False
+        call = call_of(other, operator)
+        try:
+            given = operator.with_defaults({a.name: _plain(a) for a in node.attributes.values()})
+        except NodeError:
+            # It has an attribute that the training form does not know.
+            return False
+        if given != call.attributes:
+            return False
+        wanted = [
+            want or (i < len(node.outputs) and bool(node.outputs[i].name))
+            for i, want in enumerate(call.wanted)
+        ]
+        node.domain, node.op_type, node.version = other.domain, other.op_type, None
+        node.name = node.name or names.fresh(call.node)
+        node.overload = other.overload
+        node.attributes.clear()
+        node.attributes.update((a.name, a) for a in other.attributes.values())
+        made = make_call(operator, node.name, call.attributes, call.present, wanted, built=call.built)
+        node.attributes.add(ir.AttrString(CALL_ATTRIBUTE, made.to_json()))
+        first = len(node.inputs)
+        node.resize_inputs(len(operator.inputs))
+        for i, real in enumerate(call.present):
+            if i >= first or not real:
+                # Empty tensors stand for what is absent.
+                node.replace_input_with(i, other.inputs[i])
+    node.resize_outputs(count)
+    for output, computed in zip(node.outputs, other.outputs, strict=True):
+        if not output.name:
+            output.name = names.fresh(f"{computed.name}/first")
+            output.type, output.shape = computed.type, computed.shape
+    return True
+
+
+def _attributes(node: ir.Node) -> list[tuple[str, str]]:
+    return sorted((a.name, content(a)) for a in node.attributes.values())
+
+
+def _plain(attribute: ir.Attr) -> Any:
+    return list(attribute.value) if isinstance(attribute.value, tuple) else attribute.value
 
 
 def _is_random(node: ir.Node) -> bool:
