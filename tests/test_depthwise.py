@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from test_malformed_calls import WAYS, Case
 import ortgrad
 from ortgrad import nodes
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, all_operators, find_operator
+from ortgrad.ops._windows import windows
+from ortgrad.ops.conv._depthwise_plan import PIECES, Division, Planes, in_two_dimensions
 from ortgrad.ops.conv.depthwise import depthwise_conv, depthwise_conv_grad
 from ortgrad.pipelines.prepare import prepare_loaded
 
@@ -67,6 +70,10 @@ CASES: dict[str, Geometry] = {
     "windows of much padding": ([2, 18, 5, 5], [18, 1, 5, 5], {"pads": [2] * 4}),
     "rows of padding": ([2, 17, 4, 5], [17, 1, 1, 3], {"pads": [2, 1, 1, 1]}),
     "rows longer than a sum": ([1, 16, 4, 600], [16, 1, 3, 3], {"pads": [1] * 4}),
+    # With few channels, 16 pieces of planes are computed at once.
+    "pieces": ([3, 5, 41, 33], [10, 1, 3, 3], {"pads": [1, 2, 0, 1], "dilations": [2, 1]}),
+    "pieces, strided": ([2, 3, 61, 50], [3, 1, 5, 5], {"pads": [2] * 4, "strides": [2, 2]}),
+    "pieces of a line": ([2, 3, 1500], [3, 1, 7], {"pads": [0, 6], "strides": [2]}),
     "1d of many channels": ([2, 20, 50], [40, 1, 7], {"pads": [3, 3], "strides": [2]}),
     "1d of many channels and strips": ([1, 16, 5001], [16, 1, 3], {"pads": [2, 2], "dilations": [2]}),
 }
@@ -283,6 +290,32 @@ def test_numbers_that_are_not_finite(name: str, value: float, where: str) -> Non
         for actual, right in zip(gradient.run(None, {"dY": dy, "X": x, "W": w}), expected, strict=True):
             np.testing.assert_allclose(actual, right, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(forward.run(None, {"X": x, "W": w, "B": b})[0], y, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_pieces() -> None:
+    for name in ("pieces", "pieces, strided", "pieces of a line", "16 channels", "many channels"):
+        x, w, attributes = GEOMETRIES[name]
+        attributes = {"auto_pad": "NOTSET", "dilations": None, "strides": None} | attributes
+        win = in_two_dimensions(windows(x[2:], w[2:], **attributes))
+        planes = Planes(x[0], x[1])
+        tables = Division(win).forward(planes), Division(win).backward(True, True, planes)
+        assert [table.geometry[PIECES] > 0 for table in tables] == [name.startswith("pieces")] * 2
+
+
+@support.needs_numba
+def test_several_threads_run_one_session() -> None:
+    """They allocate and release memory at the same time."""
+    feeds, expected = make_arrays(GEOMETRIES["pieces, strided"], "float32")
+    geometry = GEOMETRIES["pieces, strided"]
+    session = ortgrad.InferenceSession(conv_model(geometry, "float32"), kernels="compiled")
+    given = {name: feeds[name] for name in ("X", "W", "B")}
+
+    def work(_: int) -> bool:
+        results = (session.run(["Y"], given)[0] for _ in range(30))
+        return all(np.allclose(result, expected["Y"], rtol=1e-4, atol=1e-4) for result in results)
+
+    with ThreadPoolExecutor(6) as workers:
+        assert all(workers.map(work, range(6)))
 
 
 @support.needs_numba

@@ -27,9 +27,10 @@ from ortgrad.ops._windows import Windows
 
 # Vectors in the boxes of a strip, which stay in the second cache.
 _STRIP = 4096
-# In vectors: what a block of lanes takes beside its own, one of pieces with its edges, and each tap of it; and
-# how much longer a vector of pieces takes.
-_BLOCK, _EDGES, _TAP, _SLOWER = 32, 128, 8, 1.4
+# In vectors: what a block of lanes takes beside its own, one of pieces with its edges, and each tap of it.
+_BLOCK, _EDGES, _TAP = 32, 224, 8
+# How much longer a vector of pieces takes.
+_SLOWER = 1.4
 # Products that are added up before they are added to the sums: as many as keep the rounding errors small.
 _TERMS = 256
 
