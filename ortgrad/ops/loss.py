@@ -212,6 +212,12 @@ def loss_grad_samples(
         total = double(0.0)
         for k in range(len(sums)):
             total += double(sums[k])
+    if positions == 1:
+        kept = not ignores or label[i] != ignored
+        sample = (weight[label[i]] if len(weight) > 0 else 1.0) if kept else 0.0
+        factor = double(sample) * (double(dy[i if per_sample else 0]) / total)
+        _write_row(log_prob[i, 0], label[i], sample, log_prob.dtype.type(factor), d_logits[i, 0])
+        return
     labels = label[i * positions + first : i * positions + first + width]
     samples, factors = doubles(), doubles()
     for k in range(width):
@@ -220,9 +226,6 @@ def loss_grad_samples(
             samples[k] = weight[labels[k]] if len(weight) > 0 else 1.0
         scale = double(dy[i * positions + first + k] if per_sample else dy[0])
         factors[k] = samples[k] * (scale / total)
-    if positions == 1:
-        _write_row(log_prob[i, 0], labels[0], samples[0], log_prob.dtype.type(factors[0]), d_logits[i, 0])
-        return
     for c in range(classes):
         row, into = log_prob[i, c, first : first + width], d_logits[i, c, first : first + width]
         for k in range(width):
