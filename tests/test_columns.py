@@ -31,12 +31,15 @@ SHARED: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
     "batch of one": ((1, 16, 6, 6), (8, 16, 3, 3), {}),
     "stride beyond the kernel": ((2, 16, 8, 8), (6, 16, 2, 2), {"strides": [3, 4]}),
     "same upper": ((2, 16, 6, 5), (15, 16, 3, 2), {"auto_pad": "SAME_UPPER", "strides": [2, 1]}),
+    "few positions": ((4, 16, 2, 2), (40, 16, 3, 3), {"pads": [1, 1, 1, 1]}),
+    "few positions, strided": ((8, 20, 5, 6), (70, 20, 3, 2), {"pads": [1, 0, 1, 1], "strides": [2, 2]}),
     "same lower": ((2, 16, 6, 5), (15, 16, 3, 2), {"auto_pad": "SAME_LOWER", "strides": [2, 1]}),
 }
 OWN: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
     "few channels": ((2, 3, 6, 7), (8, 3, 3, 3), {"pads": [1, 1, 1, 1], "strides": [2, 2]}),
     "few channels, large kernel": ((2, 3, 16, 15), (8, 3, 7, 5), {"strides": [2, 3], "dilations": [1, 2]}),
     "one position": ((2, 16, 3, 3), (16, 16, 3, 3), {}),
+    "few positions, few samples": ((2, 16, 2, 2), (40, 16, 3, 3), {"pads": [1, 1, 1, 1]}),
     "many filters": ((2, 16, 4, 4), (40, 16, 3, 3), {"pads": [1, 1, 1, 1]}),
     "groups": ((2, 32, 5, 5), (32, 16, 3, 3), {"group": 2}),
     "pointwise": ((2, 16, 5, 5), (16, 16, 1, 1), {}),

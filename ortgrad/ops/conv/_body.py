@@ -29,6 +29,8 @@ _MANY_TAPS = 49
 _FEW_POSITIONS = 49
 # With at most this many elements, what all taps read is copied into one matrix of columns.
 _COLUMNS = 1_250_000
+# The number of float32 in the longest vectors of a processor.
+_VECTOR = 16
 _END = 1 << 62
 
 
@@ -479,13 +481,22 @@ def conv_of_columns(
     if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
         return None
     # With fewer rows, turning W costs more than what is saved.
-    if (_known(dy, 0) or 0) * (form.positions(dy) or 0) < 2 * filters:
+    samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
+    if samples * positions < 2 * filters and not _wastes_columns(samples, positions):
         return None
     assert form.outputs is not None
     by_tap = op.Flatten(op.Transpose(_shaped(op, w, filters, channels, taps), perm=[0, 2, 1]), axis=1)
     y = op.Gemm(columns_of(op, x, channels, form), by_tap, b, transB=1)
     y = _shaped(op, y, _size(op, dy, 0), *form.outputs, filters)
     return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+
+
+def _wastes_columns(samples: int, positions: int) -> bool:
+    """Whether onnxruntime's Conv computes much more than its result.
+
+    It has a product for each sample, which computes whole vectors of positions.
+    """
+    return positions > 1 and samples * (-positions % _VECTOR) >= 3 * _VECTOR
 
 
 def columns_of(op: Recorder, x: ir.Value, channels: Size, form: _Form) -> ir.Value:
