@@ -10,8 +10,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import test_pointwise
+from compiled_support import checked_tasks
 from support import assert_close, run_node
-from test_compiled import checked_tasks
 from test_compiled_conv import CHOSEN, Geometry, random_geometry
 from test_conv import expected, make_feeds, node_for
 from test_malformed_calls import Case

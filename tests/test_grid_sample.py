@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import support
 import torch
-from test_compiled import checked_tasks
+from compiled_support import checked_tasks
 from test_malformed_calls import Case
 
 import ortgrad

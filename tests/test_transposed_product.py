@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 import support
 import torch
+from compiled_support import checked_tasks
 from onnx import helper
-from test_compiled import checked_tasks
 from test_malformed_calls import Case
 
 import ortgrad

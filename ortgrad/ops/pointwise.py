@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double, transpose
+from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double
 from ortgrad.operators.compiled import Matrix, Plan, Product
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, operator
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
+from ortgrad.ops._transposition import turn
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv import _body, _numpy
 from ortgrad.ops.conv._few_positions import few_channels_task, few_weights_task
@@ -188,7 +189,7 @@ def pointwise_task(
         return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
     task -= few_dw
     if task < turns:
-        _turn(turned, w, task * TILE, filters)
+        turn(turned, w, task * TILE, filters)
         return False
     task -= turns
     if task < copies:
@@ -217,18 +218,6 @@ def _add_up(db: np.ndarray, channel: int, dy: np.ndarray, samples: int, filters:
                 part += values[k]
             total += part
     db[channel] = total
-
-
-def _turn(turned: np.ndarray, w: np.ndarray, first: int, filters: int) -> None:
-    """Copy up to TILE columns of W from `first` on into rows."""
-    channels = len(w) // filters
-    count, done = min(TILE, channels - first), 0
-    while count == TILE and done + TILE <= filters:
-        transpose(turned, first * filters + done, filters, w, done * channels + first, channels)
-        done += TILE
-    for i in range(count):
-        for m in range(done, filters):
-            turned[(first + i) * filters + m] = w[m * channels + first + i]
 
 
 def _join(
