@@ -20,6 +20,8 @@ GOLDEN = Path(__file__).parent / "golden"
 # Without Numba, "auto" takes the place of "compiled".
 FASTEST: Kernels = "compiled" if machine_code.is_installed() else "auto"
 KERNELS: tuple[Kernels, ...] = ("python", "onnx", FASTEST)
+# Those with which the body of a recurrence runs: "auto" is among KERNELS only without Numba.
+BODIES: tuple[Kernels, ...] = ("onnx", "auto")
 
 needs_numba = pytest.mark.skipif(
     not machine_code.is_installed(), reason="kernels are compiled by Numba, which is optional"
