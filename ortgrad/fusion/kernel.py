@@ -187,12 +187,13 @@ def _plan(program: Program, *shapes: Shape, **_: Any) -> Plan | None:
         scratch = [(blocks * inner,)] * len(program.sums)
         return Plan((blocks * chunks, chunks), views, numbers, work, scratch)
     chunks = -(-inner // CHUNK)
+    numbers["chunks"] = max(chunks, 1)
+    if not program.sums:
+        return Plan(places * chunks, views, numbers, work)
     # Several short rows are one task.
     many = max(1, CHUNK // max(inner, 1))
-    numbers.update(places=places, many=many, chunks=max(chunks, 1), parts=chunks)
+    numbers.update(places=places, many=many, parts=chunks)
     tasks = -(-places // many) * chunks
-    if not program.sums:
-        return Plan(tasks, views, numbers, work)
     scratch = []
     for i, (by_row, by_column) in enumerate(zip(kinds[0][count:], kinds[1][count:], strict=True)):
         for name, size, is_added in (("rows", rows, by_row), ("columns", columns, by_column)):

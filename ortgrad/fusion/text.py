@@ -41,14 +41,19 @@ def _is_common(number: float) -> bool:
 
 
 def _text(program: Program) -> str:
-    """Return the text of the function that computes a chunk of some rows."""
-    row = [
+    """Return the text of the function that computes a chunk of a row."""
+    lines = [
+        "place = task // chunks",
+        f"start = (task - place * chunks) * {CHUNK}",
+        "row = place // columns",
+        "column = place - row * columns",
+        f"count = min({CHUNK}, inner - start)",
         *_constants_of_row(program),
-        *_places(program, "start"),
+        *_slices(program),
         "for k in range(count):",
-        *_indented(_element(program)),
+        *_indented(_element(program, sliced=True)),
     ]
-    return _function(program, _NUMBERS, _rows_of_task(row))
+    return _function(program, ["columns", "chunks", "inner"], lines)
 
 
 def _rows_text(program: Program) -> str:
@@ -181,8 +186,23 @@ def _constants_of_row(program: Program) -> list[str]:
     ]
 
 
+def _slices(program: Program) -> list[str]:
+    """Return lines that take a chunk of a row of the inputs and results."""
+    lines = []
+    for i, operand in enumerate(program.operands):
+        if operand.varies:
+            lines.append(f"first{i} = row * by_row{i} + column * by_column{i} + start")
+            lines.append(f"x{i} = t{i}[first{i} : first{i} + count]")
+    for i in range(len(program.operands), _first_sum(program)):
+        lines.append(f"y{i} = t{i}[place * inner + start : place * inner + start + count]")
+    return lines
+
+
 def _places(program: Program, start: str) -> list[str]:
-    """Return lines that find a part of a row in the inputs and results; slices would take more time."""
+    """Return lines that find a part of a row in the inputs and results.
+
+    A loop over slices is faster for long rows, but sums are often of short ones, for which slices cost more.
+    """
     lines = [
         f"x{i} = row * by_row{i} + column * by_column{i} + {start}"
         for i, operand in enumerate(program.operands)
@@ -191,10 +211,10 @@ def _places(program: Program, start: str) -> list[str]:
     return [*lines, *([f"y = place * inner + {start}"] if program.results else [])]
 
 
-def _element(program: Program) -> list[str]:
+def _element(program: Program, *, sliced: bool = False) -> list[str]:
     """Return lines that compute element k of a part of a row, and store the results."""
     lines = [
-        f"v{i} = fetch(t{i}, x{i} + k)" + _comparison(operand.type)
+        f"v{i} = fetch({f'x{i}, k' if sliced else f't{i}, x{i} + k'})" + _comparison(operand.type)
         for i, operand in enumerate(program.operands)
         if operand.varies
     ]
@@ -206,7 +226,9 @@ def _element(program: Program) -> list[str]:
         ]
         lines.append(f"v{i} = {write(step.expression, operands, dict(step.attributes))}")
     first = len(program.operands)
-    return [*lines, *(f"put(t{i}, y + k, v{value})" for i, value in enumerate(program.results, first))]
+    for i, value in enumerate(program.results, first):
+        lines.append(f"put(y{i}, k, v{value})" if sliced else f"put(t{i}, y + k, v{value})")
+    return lines
 
 
 def _comparison(type_: str) -> str:
