@@ -24,7 +24,7 @@ def use_depthwise(model: ir.Model) -> ir.Model:
         if is_gradient:
             # The call is the same.
             node.op_type, node.domain = depthwise_conv_grad.name, INTERNAL_DOMAIN
-        elif not _is_constant(node.inputs[1]):
+        elif not is_constant(node.inputs[1]):
             names = names or Names.of(model)
             node.op_type, node.domain = depthwise_conv.name, INTERNAL_DOMAIN
             complete_node(model, node, depthwise_conv, names)
@@ -39,7 +39,7 @@ def _is_depthwise(node: ir.Node, w: ir.Value | None) -> bool:
     return is_depthwise(tuple(n if isinstance(n, int) else None for n in w.shape), group)
 
 
-def _is_constant(value: ir.Value | None) -> bool:
+def is_constant(value: ir.Value | None) -> bool:
     """Return whether onnxruntime computes the value once: it depends on no input."""
     seen, values = {value}, [value]
     for each in values:

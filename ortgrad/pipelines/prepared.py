@@ -20,6 +20,7 @@ from ortgrad.passes.biases import join_biases
 from ortgrad.passes.columns import expand_with_columns
 from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
+from ortgrad.passes.forward_convolutions import use_forward_convolutions
 from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
 from ortgrad.passes.max_pools import use_max_pool
@@ -40,6 +41,7 @@ FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases)
 BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise,)
 FOR_COMPILED: tuple[Pass, ...] = (
     use_depthwise,
+    use_forward_convolutions,
     use_max_pool,
     use_moments,
     use_transposed_products,

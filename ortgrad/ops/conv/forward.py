@@ -1,0 +1,161 @@
+"""Dense convolutions, for sessions that run compiled kernels.
+
+There they replace nodes of Conv whose weights are not constant, which onnxruntime's fastest kernels need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.compiled.functions import TILE
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
+from ortgrad.ops._windows import spatial, windows
+from ortgrad.ops.conv import _forward
+from ortgrad.ops.conv.conv import ATTRIBUTES
+from ortgrad.ops.conv.depthwise import depthwise_conv
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Recorder
+    from ortgrad.ops.conv._compiled import Known
+
+# What may be applied to the result, while it is in the cache.
+ACTIVATIONS = ("Relu", "LeakyRelu", "Clip")
+_MOST_FILTERS = 96
+# Elements of X, if few of them are used often enough: copies that do not fit into the cache take long.
+_MOST_COPIED = 1 << 21
+
+
+def is_fastest(x: Known, w: Known, group: int, strides: Sequence[int] | None) -> bool:
+    """Return whether the compiled kernel is faster than onnxruntime's, as was measured.
+
+    onnxruntime copies X for every tap of the kernel, and then multiplies matrices. It takes the less of the
+    time the more filters there are. Sizes of X that are not known count as large.
+    """
+    sizes = [] if w is None else [size for size in w if size is not None]
+    if w is None or len(sizes) < len(w) or not 3 <= len(w) <= 5:
+        return False
+    steps = strides or [1] * len(w[2:])
+    if group < 1 or min(steps) < 1:
+        return False
+    filters, terms = sizes[0] // group, math.prod(sizes[1:])
+    if math.prod(sizes[2:]) == 1 or filters > _MOST_FILTERS:
+        return False
+    positions: float = math.inf
+    known = [] if x is None else [size for size in x[1:] if size is not None]
+    if len(known) == len(w) - 1:
+        batch = x[0] or 1 if x is not None else 1
+        positions = batch * math.prod(-(-n // s) for n, s in zip(known[1:], steps, strict=False))
+        if max(steps) > 1 and batch * math.prod(known) > _MOST_COPIED:
+            return False
+    if terms < 64:
+        return filters <= TILE and terms >= 24 and positions >= 1024
+    if filters <= 2 * TILE:
+        return positions >= (128 if filters % TILE else 16)
+    if filters <= 4 * TILE:
+        return terms >= 144 and positions >= (256 if filters % TILE else 64)
+    return terms >= 288 and positions >= 256
+
+
+def _shapes(
+    x: Operand, w: Operand, b: Operand | None, z: Operand | None, **attributes: Any
+) -> Sequence[Shape | None]:
+    return depthwise_conv.shapes(x, w, b, **attributes)
+
+
+def _dims(*, group: int, kernel_shape: list[int] | None, **_: Any) -> dict[str, str]:
+    if group < 1:
+        raise ValueError(f"group is {group}; it must be positive")
+    x, kernel = spatial(kernel_shape)[1:] if kernel_shape else ("S0 *S", "K0 *K:S")
+    return {
+        "X": f"N {group}*C {x}",
+        "W": f"{group}*M C {kernel}",
+        "B": f"{group}*M",
+        "Z": f"N {group}*M Z0 *Z:S",
+    }
+
+
+@operator(
+    "DenseConv",
+    domain=INTERNAL_DOMAIN,
+    inputs=["X", "W", "B?", "Z?"],
+    outputs=["Y"],
+    shapes=_shapes,
+    dims=_dims,
+    attributes={**ATTRIBUTES, "activation": Choice("", *ACTIVATIONS), "alpha": 0.0, "beta": 0.0},
+)
+def dense_conv(
+    x: np.ndarray,
+    w: np.ndarray,
+    b: np.ndarray | None,
+    z: np.ndarray | None,
+    *,
+    group: int,
+    kernel_shape: list[int] | None,
+    activation: str,
+    alpha: float,
+    beta: float,
+    **attributes: Any,
+) -> np.ndarray:
+    """Y = activation(Conv(X, W, B) + Z)"""
+    win = windows(x.shape[2:], w.shape[2:], **attributes)
+    shape = (len(x), len(w), *win.outputs)
+    if z is not None and z.shape != shape:
+        raise ValueError(f"Z has shape {list(z.shape)}, but the result of the convolution has {list(shape)}")
+    padded = np.pad(x, [(0, 0), (0, 0), *zip(win.heads, win.tails, strict=True)])
+    padded = padded.reshape(len(x), group, w.shape[1], *padded.shape[2:])
+    weights = w.reshape(group, len(w) // group, *w.shape[1:])
+    y = np.zeros((len(x), *weights.shape[:2], math.prod(win.outputs)), x.dtype)
+    for tap in np.ndindex(win.kernel):
+        starts = [k * d for k, d in zip(tap, win.dilations, strict=True)]
+        steps = zip(starts, win.outputs, win.strides, strict=True)
+        read = (slice(start, start + (count - 1) * stride + 1, stride) for start, count, stride in steps)
+        values = padded[(slice(None), slice(None), slice(None), *read)].reshape(
+            *padded.shape[:3], math.prod(win.outputs)
+        )
+        y += weights[(..., *tap)] @ values
+    y = y.reshape(shape)
+    if b is not None:
+        y += b.reshape(-1, *[1] * win.rank)
+    if z is not None:
+        y += z
+    if activation == "Relu":
+        np.maximum(y, 0, out=y)
+    elif activation == "LeakyRelu":
+        y = np.where(y >= 0, y, y * y.dtype.type(alpha))
+    elif activation == "Clip":
+        np.clip(y, y.dtype.type(alpha), y.dtype.type(beta), out=y)
+    return y
+
+
+@dense_conv.onnx
+def dense_conv_body(
+    op: Recorder,
+    x: ir.Value,
+    w: ir.Value,
+    b: ir.Value | None,
+    z: ir.Value | None,
+    *,
+    activation: str,
+    alpha: float,
+    beta: float,
+    **attributes: Any,
+) -> ir.Value:
+    y = op.Conv(x, w, b, **attributes)
+    if z is not None:
+        y = op.Add(y, z)
+    if activation == "Relu":
+        return op.Relu(y)
+    if activation == "LeakyRelu":
+        return op.LeakyRelu(y, alpha=alpha)
+    return op.Clip(y, op.number(alpha, y), op.number(beta, y)) if activation == "Clip" else y
+
+
+dense_conv.compiled(views=[1] * 5, scratch=[1, 1], plan=_forward.plan, first=_forward.prepare)(
+    _forward.convolve_positions
+)
