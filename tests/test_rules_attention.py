@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -15,6 +16,7 @@ from onnx import helper
 from rule_support import check_against_torch, check_rule, gradients
 
 import ortgrad
+from ortgrad.graph.inference import infer_types
 
 BATCH, LENGTH, KEYS, WIDTH = 2, 4, 6, 8
 NAMES = ["q", "k", "v", "mask", "past_k", "past_v", "lengths"]
@@ -298,3 +300,32 @@ def test_contrib_rotary_embedding() -> None:
     ]
     check_rule("RotaryEmbedding", inputs, domain="com.microsoft", constants=(1, 2, 3), symbolic=False)
     check_rule("RotaryEmbedding", inputs, domain="com.microsoft")
+
+
+@pytest.mark.parametrize(
+    ("keys", "past", "expected"),
+    [("S", None, None), (7, None, 7), ("S", 5, None), (3, "P", None), ("S", "P", None), (3, 5, 8)],
+)
+def test_an_unknown_number_of_keys_is_not_zero(
+    keys: int | str, past: int | str | None, expected: int | None
+) -> None:
+    """onnx's shape inference counts it as none."""
+    shapes: dict[str, list[Any]] = {"q": ["B", "L", 16], "k": ["B", keys, 16], "v": ["B", keys, 16]}
+    more = {"past_k": ["B", 2, past, 8], "past_v": ["B", 2, past, 8]} if past is not None else {}
+    read, made = [*shapes, *(["", *more] if more else [])], ["y", *(["a", "b"] if more else ["", ""]), "qk"]
+    graph = helper.make_graph(
+        [
+            helper.make_node("Attention", read, made, q_num_heads=2, kv_num_heads=2),
+            helper.make_node("Relu", ["qk"], ["z"]),
+        ],
+        "attention",
+        [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s) for n, s in (shapes | more).items()],
+        [helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)],
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]))
+    infer_types(model)
+    for node in model.graph:
+        shape = node.outputs[-1].shape
+        assert shape is not None and (
+            shape[3] == expected or (expected is None and not isinstance(shape[3], int))
+        )

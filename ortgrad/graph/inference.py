@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph import protos
+from ortgrad.graph.attention_sizes import hide_unknown_lengths
 from ortgrad.graph.element_sizes import forget_element_sizes, hide_initial_sizes
 from ortgrad.graph.equal_sizes import name_equal_sizes
 from ortgrad.graph.long_vectors import hide_lengths, restore_lengths
@@ -40,7 +41,8 @@ def _infer(model: ir.Model) -> None:
         round_sizes_down(proto.graph)
         write_out_sides(proto.graph)
         inferred = _inferred(proto)
-        if hide_initial_sizes(proto.graph, inferred.graph):
+        hidden = [hide(proto.graph, inferred.graph) for hide in (hide_initial_sizes, hide_unknown_lengths)]
+        if any(hidden):
             inferred = _inferred(proto)
     restore_lengths(inferred.graph, lengths)
     forget_element_sizes(inferred.graph)
