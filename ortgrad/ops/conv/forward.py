@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # What may be applied to the result, while it is in the cache.
 ACTIVATIONS = ("Relu", "LeakyRelu", "Clip")
-_MOST_FILTERS = 96
 # Elements of X, if few of them are used often enough: copies that do not fit into the cache take long.
 _MOST_COPIED = 1 << 21
 
@@ -44,7 +43,7 @@ def is_fastest(x: Known, w: Known, group: int, strides: Sequence[int] | None) ->
     if group < 1 or min(steps) < 1:
         return False
     filters, terms = sizes[0] // group, math.prod(sizes[1:])
-    if math.prod(sizes[2:]) == 1 or filters > _MOST_FILTERS:
+    if math.prod(sizes[2:]) == 1:
         return False
     positions: float = math.inf
     known = [] if x is None else [size for size in x[1:] if size is not None]
@@ -59,7 +58,8 @@ def is_fastest(x: Known, w: Known, group: int, strides: Sequence[int] | None) ->
         return positions >= (128 if filters % TILE else 16)
     if filters <= 4 * TILE:
         return terms >= 144 and positions >= (256 if filters % TILE else 64)
-    return terms >= 288 and positions >= 256
+    # With few positions, it takes long to transpose W.
+    return terms >= 240 and positions >= 128
 
 
 def _shapes(
