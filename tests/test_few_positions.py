@@ -214,4 +214,5 @@ def plan_of(x: list[int], w: list[int], attributes: dict[str, Any]) -> Plan | No
 def test_what_is_chosen(x: list[int], w: list[int], attributes: dict[str, Any], dx: bool, dw: bool) -> None:
     plan = plan_of(x, w, attributes)
     assert plan is not None
-    assert plan.numbers["few"][:2] == [dx, dw]  # type: ignore[index]
+    numbers = plan.numbers["few"]
+    assert isinstance(numbers, list) and numbers[:2] == [dx, dw]

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS
+from ortgrad.compiled.sums import row_blocks
 from ortgrad.errors import NodeError
 from ortgrad.fusion.expressions import NUMPY, own_kernel, write
 from ortgrad.fusion.program import Constant, Program, Shape, Step
-from ortgrad.fusion.sums import row_blocks
 from ortgrad.fusion.text import CHUNK, make_functions, parameters
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.compiled import CompiledKernel, Plan

@@ -11,14 +11,9 @@ import numpy as np
 
 from ortgrad.compiled.functions import SUMS, double, doubles
 
-# The number of elements of a row that are added in the element type, and that of rows. The compiler divides a
-# row among the elements of several vectors, so that each is a sum of a few terms.
-PIECE, ROWS = 512, 32
-
-
-def row_blocks(rows: int) -> int:
-    """Return the number of blocks into which rows are divided: enough for threads, each of at most ROWS."""
-    return max(-(-rows // ROWS), min(rows, 4))
+# The number of elements of a row that are added in the element type. The compiler divides them among the
+# elements of several vectors, so that each is a sum of a few terms.
+PIECE = 512
 
 
 def add_parts(

@@ -1,6 +1,7 @@
-"""Corrects the inferred size of Attention's products of queries and keys.
+"""Corrects the inferred sizes of Attention's outputs.
 
-onnx's shape inference counts an unknown number of keys, present or past, as 0.
+onnx's shape inference counts an unknown number of keys, present or past, and an unknown number of elements of
+a value as 0.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import onnx
 from ortgrad.graph.protos import all_graphs, declared_values
 
 # Places among the inputs and outputs.
-_KEYS, _PAST_KEYS, _PRODUCTS = 1, 4, 3
+_KEYS, _PAST_KEYS, _RESULT, _PRODUCTS = 1, 4, 0, 3
 
 
 def hide_unknown_lengths(graph: onnx.GraphProto, inferred: onnx.GraphProto) -> bool:
-    """Let these outputs have no inferred number of keys, in place, for shape inference only.
+    """Let outputs whose last size is wrong have none, in place, for shape inference only.
 
     `inferred` is the same graph with inferred types. Returns whether there are such outputs.
     """
@@ -25,16 +26,26 @@ def hide_unknown_lengths(graph: onnx.GraphProto, inferred: onnx.GraphProto) -> b
         for node in inner.node:
             if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
                 continue
-            name = node.output[_PRODUCTS] if len(node.output) > _PRODUCTS else ""
-            if not name or name not in types or _counts_keys(node, types):
-                continue
-            value = onnx.ValueInfoProto(name=name, type=types[name])
-            for dim in value.type.tensor_type.shape.dim[3:]:
-                dim.Clear()
-            node.output[_PRODUCTS] = f"{name}/products"
-            hidden.append(value)
+            for place in _wrong_outputs(node, types):
+                value = onnx.ValueInfoProto(name=node.output[place], type=types[node.output[place]])
+                value.type.tensor_type.shape.dim[-1].Clear()
+                node.output[place] += "/hidden"
+                hidden.append(value)
     graph.input.extend(hidden)
     return bool(hidden)
+
+
+def _wrong_outputs(node: onnx.NodeProto, types: dict[str, onnx.TypeProto]) -> list[int]:
+    """Return the places of outputs whose last size is inferred from sizes that are not known."""
+    found = []
+    for place in (_RESULT, _PRODUCTS):
+        name = node.output[place] if place < len(node.output) else ""
+        dims = types[name].tensor_type.shape.dim if name in types else []
+        if not len(dims) or not dims[-1].HasField("dim_value"):
+            continue
+        if dims[-1].dim_value == 0 or (place == _PRODUCTS and not _counts_keys(node, types)):
+            found.append(place)
+    return found
 
 
 def _counts_keys(node: onnx.NodeProto, types: dict[str, onnx.TypeProto]) -> bool:

@@ -14,8 +14,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, blend, double, doubles, sqrt
+from ortgrad.compiled.sums import ROWS
 from ortgrad.operators.compiled import Plan
-from ortgrad.ops._sums import CHUNK, ROWS, groups_of
+from ortgrad.ops._sums import CHUNK, groups_of
 
 _Shape: TypeAlias = "tuple[int, ...] | None"
 

@@ -12,8 +12,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, double
+from ortgrad.compiled.sums import row_blocks
 from ortgrad.operators.compiled import Plan
-from ortgrad.ops._sums import CHUNK, add_blocks, groups_of, row_blocks
+from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 
 _Shape: TypeAlias = "tuple[int, ...] | None"
 

@@ -14,13 +14,6 @@ from ortgrad.compiled.functions import SUMS, double, doubles
 # The number of elements that are added in the element type. The compiler divides them among the elements of
 # several vectors, so that each is a sum of a few terms.
 CHUNK = 512
-# The number of rows that are added in the element type.
-ROWS = 32
-
-
-def row_blocks(rows: int, least: int = 4) -> int:
-    """Return the number of blocks into which rows are divided: enough for threads, each of at most ROWS."""
-    return max(-(-rows // ROWS), min(rows, least))
 
 
 def groups_of(columns: int) -> int:

@@ -14,12 +14,13 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.compiled.functions import SUMS, double, doubles, exp, use_short_vectors
+from ortgrad.compiled.sums import ROWS
 from ortgrad.errors import NodeError
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops._kernels import blockwise
-from ortgrad.ops._sums import CHUNK, ROWS, groups_of
+from ortgrad.ops._sums import CHUNK, groups_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -43,10 +43,10 @@ class Groups:
     def merge_all(self) -> list[list[Fusable]]:
         """Merge what can be merged; returns the groups that save time, in the order of the graph."""
         pairs = [
-            (producer, each)
+            (self._fusable[node], each)
             for each in self._fusable.values()
             for value in each.values
-            if (producer := self._fusable.get(value.producer())) is not None  # type: ignore[arg-type]
+            if (node := value.producer()) is not None and node in self._fusable
         ]
         # A boolean value is no result of a fused node, so it is computed with what reads it, if possible. If
         # the mask of a gradient is merged with forward nodes first, a path leads around through others.
