@@ -269,6 +269,36 @@ def add_up(memory: np.ndarray, sums: int, values: int, pitch: int, rows: int, co
         memory[sums + i] = total
 
 
+def transform(
+    kind: int,
+    into: np.ndarray,
+    place: int,
+    into_row: int,
+    into_column: int,
+    source: np.ndarray,
+    start: int,
+    row: int,
+    column: int,
+    count: int,
+) -> None:
+    """Multiply a square of vectors with a matrix of TRANSFORMS from the left, and its transpose from the right.
+
+    The vectors have `count` times TILE numbers. That in row i and column k of the square is at
+    source + i * row + k * column, and that of the result at into + i * into_row + k * into_column.
+    """
+    results, given = TRANSFORM_SIZES[kind]
+    for lane in range(count * TILE):
+        for i in range(results):
+            for k in range(results):
+                total = source[start] * 0
+                for a in range(given):
+                    for b in range(given):
+                        factor = TRANSFORMS[kind][i][a] * TRANSFORMS[kind][k][b]
+                        if factor != 0:
+                            total += factor * source[start + a * row + b * column + lane]
+                into[place + i * into_row + k * into_column + lane] = total
+
+
 def copy_row(into: np.ndarray, source: np.ndarray) -> None:
     """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
     for k in range(min(len(into), len(source))):
@@ -296,6 +326,19 @@ SLACK = 64
 # The most rows of add_products; its columns are a multiple of TILE.
 TILE_ROWS, TILE = 6, 16
 PANEL = 32
+# Winograd's transforms for kernels of three taps: the matrices are those of F(2, 3) and F(3, 2), which share
+# the points 0, 1, -1 and infinity. The transform of a square of four values; those of a kernel of three and of
+# two; and the sums at the points as two and as three results. Sizes are those of the results and of what is
+# given; beyond them there are zeros.
+OF_VALUES, OF_THREE, OF_TWO, TO_TWO, TO_THREE = range(5)
+TRANSFORM_SIZES = ((4, 4), (4, 3), (4, 2), (2, 4), (3, 4))
+TRANSFORMS = (
+    ((1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 1.0, 0.0), (0.0, -1.0, 1.0, 0.0), (0.0, 1.0, 0.0, -1.0)),
+    ((1.0, 0.0, 0.0, 0.0), (0.5, 0.5, 0.5, 0.0), (0.5, -0.5, 0.5, 0.0), (0.0, 0.0, 1.0, 0.0)),
+    ((1.0, 0.0, 0.0, 0.0), (0.5, 0.5, 0.0, 0.0), (0.5, -0.5, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)),
+    ((1.0, 1.0, 1.0, 0.0), (0.0, 1.0, -1.0, -1.0), (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)),
+    ((1.0, 1.0, 1.0, 0.0), (0.0, 1.0, -1.0, 0.0), (0.0, 1.0, 1.0, -1.0), (0.0, 0.0, 0.0, 0.0)),
+)
 # The compiler has instructions for these.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rint": rint,
@@ -328,6 +371,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "convolve": convolve,
     "correlate": correlate,
     "add_up": add_up,
+    "transform": transform,
 }
 
 

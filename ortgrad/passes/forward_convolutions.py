@@ -11,8 +11,10 @@ import math
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.operators.declaration import INTERNAL_DOMAIN
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
+from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import ACTIVATIONS, dense_conv, is_fastest
+from ortgrad.ops.conv.winograd import winograd_conv
 from ortgrad.passes.complete import complete_node
 from ortgrad.passes.depthwise import is_constant
 from ortgrad.passes.fusable import known_shape, read_constant
@@ -68,15 +70,24 @@ def _replace(model: ir.Model, node: ir.Node, names: Names) -> None:
     inputs = [*node.inputs, None][:3]
     graph, result = last.graph, last.outputs[0]
     assert graph is not None
-    new = ir.Node(INTERNAL_DOMAIN, dense_conv.name, [*inputs, z], attributes.values(), name=node.name)
+    operator = _operator(node)
+    new = ir.Node(INTERNAL_DOMAIN, operator.name, [*inputs, z], attributes.values(), name=node.name)
     output = new.outputs[0]
     output.name, output.type, output.shape = result.name, result.type, result.shape
     graph.insert_after(last, new)
     ir.convenience.replace_all_uses_with(result, output, replace_graph_outputs=True)
     merged = [user if activation else None, total if z is not None else None, node]
     graph.remove([each for each in merged if each is not None], safe=True)
-    complete_node(model, new, dense_conv, names)
+    complete_node(model, new, operator, names)
     model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+
+
+def _operator(node: ir.Node) -> Operator:
+    """Return the operator that replaces a convolution."""
+    x, w = node.inputs[0], node.inputs[1]
+    assert x is not None and w is not None
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    return winograd_conv if winograd.is_fastest(_sizes(x), _sizes(w), attributes) else dense_conv
 
 
 def _activation(node: ir.Node) -> dict[str, float]:

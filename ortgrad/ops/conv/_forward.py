@@ -35,11 +35,9 @@ from ortgrad.ops.conv._forward_geometry import (
     BOX,
     BOXES,
     CHANNELS,
-    CLIP,
     FILTERS,
     GROUPS,
     HEAD,
-    LEAKY,
     OUTPUT,
     PLANE,
     ROOM,
@@ -49,6 +47,7 @@ from ortgrad.ops.conv._forward_geometry import (
     TAPS,
     TOGETHER,
     WIDTH,
+    activation_numbers,
 )
 from ortgrad.ops.conv._forward_rows import add, convolve_rows, finish
 from ortgrad.ops.conv._geometry import COLUMNS, TERMS
@@ -115,7 +114,6 @@ def plan(
         *(x[0], group, filters, channels, taps, math.prod(box), boxes, width, room, together),
     )
     offsets = [_place(reach, box) for reach in _reaches(win)]
-    low, high = {"LeakyRelu": (alpha, 0.0), "Clip": (alpha, beta)}.get(activation, (0.0, math.inf))
     flat = [(0,) if shape is None else (math.prod(shape),) for shape in (x, w, b, z, y)]
     return Plan(
         tasks=tasks,
@@ -123,9 +121,7 @@ def plan(
         numbers={
             "geometry": geometry,
             "steps": [c * math.prod(box) + offset for c in range(together) for offset in offsets],
-            "activation": {"": 0, "LeakyRelu": LEAKY}.get(activation, CLIP),
-            "low": low,
-            "high": high,
+            **activation_numbers(activation, alpha, beta),
         },
         work=positions * math.prod(w) // 8,
         # Columns are read up to a multiple of TILE.

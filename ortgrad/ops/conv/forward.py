@@ -6,7 +6,7 @@ There they replace nodes of Conv whose weights are not constant, which onnxrunti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,15 +80,17 @@ def _dims(*, group: int, kernel_shape: list[int] | None, **_: Any) -> dict[str, 
     }
 
 
-@operator(
-    "DenseConv",
-    domain=INTERNAL_DOMAIN,
-    inputs=["X", "W", "B?", "Z?"],
-    outputs=["Y"],
-    shapes=_shapes,
-    dims=_dims,
-    attributes={**ATTRIBUTES, "activation": Choice("", *ACTIVATIONS), "alpha": 0.0, "beta": 0.0},
-)
+DECLARATION: Mapping[str, Any] = {
+    "domain": INTERNAL_DOMAIN,
+    "inputs": ["X", "W", "B?", "Z?"],
+    "outputs": ["Y"],
+    "shapes": _shapes,
+    "dims": _dims,
+    "attributes": {**ATTRIBUTES, "activation": Choice("", *ACTIVATIONS), "alpha": 0.0, "beta": 0.0},
+}
+
+
+@operator("DenseConv", **DECLARATION)
 def dense_conv(
     x: np.ndarray,
     w: np.ndarray,

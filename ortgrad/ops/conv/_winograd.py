@@ -1,0 +1,461 @@
+"""Winograd's convolutions with kernels of 3x3, for Numba: 16 products instead of 36 for four results.
+
+A tile is a square of 2x2 results. The square of 4x4 values that its windows see is transformed, as are the
+weights; the products of the two are added up over the channels, and the sums transformed into results. So a
+convolution is 16 products of matrices, one for each number of the transforms, whose rows are tiles, and which
+`add_products` computes in registers. A result is computed only from what its window sees, up to rounding.
+
+Tensors are copied into boxes first, with their padding and the channels last, so that vectors hold channels.
+
+Where a value is NaN or infinite, so is the result of the transforms, but not the same as that of a sum of
+products: the NumPy kernel takes over then.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ortgrad.compiled.functions import (
+    OF_THREE,
+    OF_VALUES,
+    TILE,
+    TILE_ROWS,
+    TO_TWO,
+    add_products,
+    allocate,
+    allocate_integers,
+    clear,
+    release,
+    spread,
+    transform,
+    transpose,
+)
+from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.ops.conv._forward_rows import add, finish
+from ortgrad.ops.conv._geometry import COLUMNS, TERMS
+
+if TYPE_CHECKING:
+    from ortgrad.ops._windows import Windows
+
+    Pair = tuple[int, int]
+
+# Numbers at which transforms are multiplied.
+POINTS = 16
+# Places of the numbers of a box: the sizes of the tensor and of its box, where the tensor begins in the box,
+# and how many rows of a sample's box a task fills, and how many tasks there are for a sample.
+(
+    BOX_SAMPLES,
+    BOX_CHANNELS,
+    BOX_SIZE,
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    BOX_TOP,
+    BOX_LEFT,
+    BOX_ROWS,
+    BOX_TASKS,
+    BOX_FIELDS,
+) = (0, 1, 2, 4, 5, 6, 7, 8, 9, 10)
+# Places of the numbers of a convolution: where the first tile begins in the box, the sizes of the result, the
+# tiles of a task and the number of tasks for all tiles, and the blocks of columns of a task.
+ROW, COLUMN, OUTPUT, FILTERS, TILES, UNITS, BLOCKS, CONVOLUTION_FIELDS = 0, 1, 2, 4, 5, 6, 7, 8
+# Positions that a task copies into a box, about.
+_POSITIONS = 1024
+# Tiles of a task: they fill tiles of rows, and squares that are transposed at once. Their transforms should
+# remain in the cache, and the weights be loaded for as many of them as possible.
+_TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 24, 48, 96, 1 << 13
+# As many tasks as keep several threads busy.
+_TASKS = 8
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+class Box(NamedTuple):
+    """A tensor with zeros around it, and its channels last."""
+
+    samples: int
+    channels: int
+    size: Pair
+    sizes: Pair  # of the box
+    origin: Pair  # of the tensor in it
+
+    @property
+    def elements(self) -> int:
+        return self.samples * math.prod(self.sizes) * _up(self.channels, TILE) + TILE
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks fill it."""
+        return self.samples * self._pieces
+
+    @property
+    def _pieces(self) -> int:
+        return -(-self.sizes[0] // self._rows)
+
+    @property
+    def _rows(self) -> int:
+        return max(1, min(self.sizes[0], _POSITIONS // self.sizes[1]))
+
+    @property
+    def numbers(self) -> list[int]:
+        """As the kernel sees it."""
+        sizes = (*self.size, *self.sizes, *self.origin)
+        return [self.samples, self.channels, *sizes, self._rows, self._pieces]
+
+
+class Convolution(NamedTuple):
+    """A convolution of what is in a box."""
+
+    box: Box
+    first: Pair  # where the first tile begins
+    outputs: Pair
+    filters: int
+
+    @property
+    def tiles(self) -> int:
+        return self.box.samples * math.prod(-(-n // 2) for n in self.outputs)
+
+    @property
+    def tiles_of_task(self) -> int:
+        numbers = _up(self.box.channels, TILE) + min(COLUMNS, _up(self.filters, TILE))
+        most = max(_FEWEST_TILES, min(_MOST_TILES, _CACHED // numbers // _TILES * _TILES))
+        return min(most, _up(self.tiles, _TILES))
+
+    @property
+    def units(self) -> int:
+        return -(-self.tiles // self.tiles_of_task)
+
+    @property
+    def blocks_of_task(self) -> int:
+        """How many blocks of columns a task computes: all, unless there are few tasks."""
+        blocks = -(-self.filters // COLUMNS)
+        return -(-blocks // min(blocks, -(-_TASKS // self.units)))
+
+    @property
+    def tasks(self) -> int:
+        return self.units * -(-self.filters // (COLUMNS * self.blocks_of_task))
+
+    @property
+    def weights(self) -> int:
+        """The elements of the transformed weights."""
+        return POINTS * self.box.channels * _up(self.filters, TILE) + TILE
+
+    @property
+    def numbers(self) -> list[int]:
+        """As the kernel sees it."""
+        division = (self.tiles_of_task, self.units, self.blocks_of_task)
+        return [*self.first, *self.outputs, self.filters, *division]
+
+
+def fits(win: Windows, channels: int, filters: int) -> bool:
+    """Return whether windows and tensors are such as these kernels support."""
+    return (
+        win.kernel == (3, 3)
+        and max(*win.strides, *win.dilations) == 1
+        and max(*win.heads, *win.tails) <= 2
+        and min(channels, filters) >= TILE
+    )
+
+
+def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: np.ndarray) -> bool:
+    """Copy some rows of a sample into its box."""
+    channels, height, width = box[BOX_CHANNELS], box[BOX_SIZE], box[BOX_SIZE + 1]
+    rows, pitch, top, left = box[BOX_HEIGHT], box[BOX_WIDTH], box[BOX_TOP], box[BOX_LEFT]
+    padded, plane = (channels + TILE - 1) // TILE * TILE, height * width
+    sample, first = task // box[BOX_TASKS], task % box[BOX_TASKS] * box[BOX_ROWS]
+    last = min(first + box[BOX_ROWS], rows)
+    places = allocate_integers(TILE)
+    if len(places) == 0:
+        return True
+    into = aligned(memory)
+    for row in range(first, last):
+        start = (sample * rows + row) * pitch * padded
+        if row < top or row >= top + height:
+            clear(into, start, pitch * padded)
+        else:
+            clear(into, start, left * padded)
+            clear(into, start + (left + width) * padded, (pitch - left - width) * padded)
+    base, end = sample * rows * pitch * padded, max(0, min(last - top, height)) * width
+    p = max(0, min(first - top, height)) * width
+    while p < end and plane >= TILE:
+        # The last square may have positions of another task, which copies the same numbers there.
+        p = max(0, min(p, end - TILE))
+        y, x = p // width, p % width
+        for i in range(TILE):
+            places[i] = ((y + top) * pitch + x + left) * padded
+            x += 1
+            if x == width:
+                x, y = 0, y + 1
+        c = 0
+        while c < channels:
+            c = min(c, channels - TILE)
+            spread(into, base + c, places, 0, source, (sample * channels + c) * plane + p, plane)
+            c += TILE
+        p += TILE
+    for q in range(p, end):
+        place = base + ((q // width + top) * pitch + q % width + left) * padded
+        for c in range(channels):
+            into[place + c] = source[(sample * channels + c) * plane + q]
+    release(places)
+    return False
+
+
+def transform_weights(block: int, w: np.ndarray, memory: np.ndarray, channels: int, filters: int) -> bool:
+    """Transform the weights of up to TILE filters, for products whose columns are filters."""
+    taps = 9
+    first = block * TILE
+    # The last filters are transposed with those before them. Columns that are for no filter get numbers of
+    # others, and their sums are not used.
+    others = max(0, first + TILE - filters)
+    allocated = allocate(TILE * TILE * taps + 2 * TILE)
+    if len(allocated) == 0:
+        return True
+    into, square = aligned(memory), aligned(allocated)
+    clear(square, TILE * TILE * taps, TILE)
+    padded = (filters + TILE - 1) // TILE * TILE
+    head = first // COLUMNS * COLUMNS
+    columns = min(COLUMNS, padded - head)
+    base, pitch = head * POINTS * channels + first - head, channels * columns
+    source = (first - others) * channels * taps
+    c = 0
+    while c < channels:
+        c = min(c, channels - TILE)
+        for k in range(0, TILE * taps, TILE):
+            transpose(square, k * TILE, TILE, w, source + c * taps + k, channels * taps)
+        for i in range(TILE):
+            transform(
+                OF_THREE,
+                into,
+                base + (c + i) * columns,
+                4 * pitch,
+                pitch,
+                square,
+                i * taps * TILE + others,
+                3 * TILE,
+                TILE,
+                1,
+            )
+        c += TILE
+    release(allocated)
+    return False
+
+
+def turn_weights(m: int, w: np.ndarray, memory: np.ndarray, channels: int, filters: int) -> bool:
+    """Transform the weights of a filter, turned, for products whose columns are channels."""
+    taps = 9
+    allocated = allocate(TILE * TILE + 2 * TILE)
+    if len(allocated) == 0:
+        return True
+    into, square = aligned(memory), aligned(allocated)
+    clear(square, 0, TILE * TILE + TILE)
+    padded = (channels + TILE - 1) // TILE * TILE
+    for c in range(0, channels, TILE):
+        others = max(0, c + TILE - channels)
+        source = (m * channels + c - others) * taps
+        if source + TILE * (taps + 1) <= len(w):
+            # Behind the taps of a channel are those of the next one, which are not used.
+            transpose(square, 0, TILE, w, source, taps)
+        else:
+            for i in range(TILE):
+                for k in range(taps):
+                    square[k * TILE + i] = w[source + i * taps + k]
+        head = c // COLUMNS * COLUMNS
+        columns = min(COLUMNS, padded - head)
+        pitch, last = filters * columns, (taps - 1) * TILE + others
+        place = head * POINTS * filters + m * columns + c - head
+        transform(OF_THREE, into, place, 4 * pitch, pitch, square, last, -3 * TILE, -TILE, 1)
+    release(allocated)
+    return False
+
+
+def convolve_tiles(
+    task: int,
+    boxes: np.ndarray,
+    weights: np.ndarray,
+    b: np.ndarray,
+    z: np.ndarray,
+    y: np.ndarray,
+    box: np.ndarray,
+    convolution: np.ndarray,
+    activation: int,
+    low: float,
+    high: float,
+) -> bool:
+    """Compute some filters for some tiles; return whether there is no memory, or a result is not finite."""
+    channels, filters, most = box[BOX_CHANNELS], convolution[FILTERS], convolution[TILES]
+    padded = (channels + TILE - 1) // TILE * TILE
+    height, width = convolution[OUTPUT], convolution[OUTPUT + 1]
+    across = (width + 1) // 2
+    of_sample = (height + 1) // 2 * across
+    first = task % convolution[UNITS] * most
+    count = min(most, box[BOX_SAMPLES] * of_sample - first)
+    rows, results = 2 * most, POINTS * most * (padded + COLUMNS)
+    memory = allocate(results + 2 * 2 * rows * COLUMNS + TILE)
+    integers = allocate_integers(2 * TERMS + most + 2 + 4 * most)
+    if len(memory) == 0 or len(integers) == 0:
+        release(memory)
+        release(integers)
+        return True
+    values, sums = aligned(memory), aligned(memory)[POINTS * most * padded :]
+    finished = aligned(memory)[results:]
+    steps, places = integers[:TERMS], integers[TERMS : 2 * TERMS]
+    starts, shifts = integers[2 * TERMS : 2 * TERMS + most], integers[2 * TERMS + most :]
+    bases, runs = shifts[1:], shifts[2:]
+    for k in range(TERMS):
+        steps[k] = k
+    for t in range(count):
+        starts[t] = t * padded
+    _transform_tiles(values, first, count, most, aligned(boxes), 0, padded, box, convolution)
+    number = _list_runs(runs, first, count, of_sample, across, filters, height, width)
+    # Columns that are for no filter have a multiple of TILE as well.
+    whole = (filters + TILE - 1) // TILE * TILE
+    right, wrong = aligned(weights), False
+    begin = task // convolution[UNITS] * convolution[BLOCKS] * COLUMNS
+    for block in range(begin, min(whole, begin + convolution[BLOCKS] * COLUMNS), COLUMNS):
+        columns = min(COLUMNS, whole - block)
+        for k in range(TERMS):
+            places[k] = k * columns
+        for point in range(POINTS):
+            for c in range(0, channels, TERMS):
+                used = min(TERMS, channels - c)
+                shifts[0] = point * most * padded + c
+                bases[0] = (block * POINTS + point * columns) * channels + c * columns
+                for i in range(0, count, TILE_ROWS):
+                    add_products(
+                        sums[(point * most + i) * columns :],
+                        columns,
+                        values,
+                        starts[i:],
+                        min(TILE_ROWS, count - i),
+                        shifts[:1],
+                        steps[:used],
+                        right,
+                        bases,
+                        places[:used],
+                        columns,
+                        c == 0,
+                    )
+        # The upper row of the results of all tiles, and the lower row.
+        pitch = most * columns
+        for t in range(count):
+            place = 2 * t * columns
+            transform(
+                TO_TWO,
+                finished,
+                place,
+                rows * columns,
+                columns,
+                sums,
+                t * columns,
+                4 * pitch,
+                pitch,
+                columns // TILE,
+            )
+        into = 2 * rows * COLUMNS
+        for half in range(2):
+            head = half * rows * columns
+            wrong = wrong or not _are_finite(finished[head : head + 2 * count * columns])
+            for i in range(0, 2 * count, TILE):
+                for k in range(0, columns, TILE):
+                    place = into + head + k * rows + i
+                    transpose(finished, place, rows, finished, head + i * columns + k, columns)
+        _finish_block(y, b, z, finished[into:], runs[: 4 * number], block, rows, filters, height, width,
+                      min(columns, filters - block), activation, low, high)
+    release(memory)
+    release(integers)
+    return wrong
+
+
+def _transform_tiles(
+    values: np.ndarray,
+    first: int,
+    count: int,
+    most: int,
+    boxes: np.ndarray,
+    channel: int,
+    channels: int,
+    box: np.ndarray,
+    convolution: np.ndarray,
+) -> None:
+    """Transform what some tiles see of some channels, a multiple of TILE."""
+    padded = (box[BOX_CHANNELS] + TILE - 1) // TILE * TILE
+    rows, pitch = box[BOX_HEIGHT], box[BOX_WIDTH]
+    across = (convolution[OUTPUT + 1] + 1) // 2
+    down = (convolution[OUTPUT] + 1) // 2
+    for t in range(count):
+        line, k = (first + t) // across, (first + t) % across
+        sample, i = line // down, line % down
+        place = (sample * rows + convolution[ROW] + 2 * i) * pitch + convolution[COLUMN] + 2 * k
+        transform(
+            OF_VALUES,
+            values,
+            t * channels,
+            4 * most * channels,
+            most * channels,
+            boxes,
+            place * padded + channel,
+            pitch * padded,
+            padded,
+            channels // TILE,
+        )
+
+
+def _list_runs(
+    runs: np.ndarray, first: int, count: int, of_sample: int, across: int, filters: int, height: int, width: int
+) -> int:
+    """Write the runs of tiles beside each other: the first one, its place in the result of the first filter,
+    the length of the result, and how many rows it has. Return their number."""
+    at = number = 0
+    while at < count:
+        sample, tile = (first + at) // of_sample, (first + at) % of_sample
+        i, k = tile // across, tile % across
+        n = min(count - at, across - k)
+        runs[4 * number] = at
+        runs[4 * number + 1] = (sample * filters * height + 2 * i) * width + 2 * k
+        runs[4 * number + 2] = min(2 * n, width - 2 * k)
+        runs[4 * number + 3] = min(2, height - 2 * i)
+        at += n
+        number += 1
+    return number
+
+
+def _finish_block(
+    y: np.ndarray,
+    b: np.ndarray,
+    z: np.ndarray,
+    sums: np.ndarray,
+    runs: np.ndarray,
+    block: int,
+    rows: int,
+    filters: int,
+    height: int,
+    width: int,
+    count: int,
+    activation: int,
+    low: float,
+    high: float,
+) -> None:
+    """Write the results of some filters, after what is applied to them."""
+    columns = min(COLUMNS, (filters + TILE - 1) // TILE * TILE - block)
+    for k in range(count):
+        bias = b[block + k] if len(b) > 0 else 0.0
+        for run in range(0, len(runs), 4):
+            n = runs[run + 2]
+            for half in range(runs[run + 3]):
+                place = runs[run + 1] + ((block + k) * height + half) * width
+                at = (half * columns + k) * rows + 2 * runs[run]
+                results = sums[at : at + n]
+                if len(z) > 0:
+                    add(results, z[place : place + n])
+                finish(y[place : place + n], results, bias, activation, low, high)
+
+
+def _are_finite(values: np.ndarray) -> bool:
+    total = 0.0
+    for k in range(len(values)):
+        total += values[k] * 0.0
+    return total == 0.0

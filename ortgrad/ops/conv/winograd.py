@@ -1,0 +1,45 @@
+"""Convolutions with kernels of 3x3 and their gradient by Winograd's method, for sessions that run compiled kernels.
+
+There they replace nodes of Conv whose weights are not constant, and those of ConvGrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.compiled.functions import TILE
+from ortgrad.operators.declaration import operator
+from ortgrad.ops.conv import _winograd_forward
+from ortgrad.ops.conv.forward import DECLARATION, dense_conv, dense_conv_body
+
+if TYPE_CHECKING:
+    from ortgrad.ops.conv._compiled import Known
+
+
+def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
+    """Return whether these kernels support a convolution, and were measured to be the fastest."""
+    if w is None or len(w) != 4 or w[2:] != (3, 3) or w[0] is None or w[1] is None:
+        return False
+    steps = [*(attributes.get("strides") or ()), *(attributes.get("dilations") or ())]
+    pads = attributes.get("pads") or ()
+    explicit = attributes.get("auto_pad", "NOTSET") == "NOTSET"
+    if attributes.get("group", 1) != 1 or any(s != 1 for s in steps):
+        return False
+    if explicit and not all(0 <= pad <= 2 for pad in pads):
+        return False
+    return min(w[0], w[1]) >= TILE
+
+
+@operator("WinogradConv", **DECLARATION)
+def winograd_conv(*arrays: np.ndarray | None, **attributes: Any) -> np.ndarray:
+    """Y = activation(Conv(X, W, B) + Z) for a kernel of 3x3"""
+    return dense_conv.kernel(*arrays, **attributes)
+
+
+winograd_conv.onnx(dense_conv_body)
+winograd_conv.compiled(
+    views=[1] * 5, scratch=[1, 1], plan=_winograd_forward.plan, first=_winograd_forward.prepare
+)(_winograd_forward.convolve)
