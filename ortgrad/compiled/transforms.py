@@ -75,10 +75,7 @@ def _writer(number: int, element: Any) -> Callable[[Any], None]:
 
         def places(rows: int, row: Any, column: Any) -> list[list[Any]]:
             return [
-                [
-                    builder.add(builder.mul(row, _WORD(i)), builder.mul(column, _WORD(k)))
-                    for k in range(rows)
-                ]
+                [builder.add(builder.mul(row, _WORD(i)), builder.mul(column, _WORD(k))) for k in range(rows)]
                 for i in range(rows)
             ]
 

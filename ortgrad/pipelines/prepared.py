@@ -32,13 +32,14 @@ from ortgrad.passes.share_branches import share_branches
 from ortgrad.passes.slices import join_slices
 from ortgrad.passes.swap_axes import use_swap_axes
 from ortgrad.passes.transposed_products import use_transposed_products
+from ortgrad.passes.winograd import use_winograd
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Simplify models for sessions.
 FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases)
 # Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
 # after it. Models that are saved keep their nodes.
-BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise,)
+BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise, use_winograd)
 FOR_COMPILED: tuple[Pass, ...] = (
     use_depthwise,
     use_forward_convolutions,

@@ -28,6 +28,7 @@ from ortgrad.compiled.functions import (
     allocate,
     allocate_integers,
     clear,
+    copy_elements,
     release,
     spread,
     transform,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
     Pair = tuple[int, int]
 
-# Numbers at which transforms are multiplied.
+# Numbers at which transforms are multiplied. Those of one vector are apart by a matrix and TILE elements: at
+# a distance of a multiple of 4096 bytes they would be in each other's place in the cache.
 POINTS = 16
 # Places of the numbers of a box: the sizes of the tensor and of its box, where the tensor begins in the box,
 # and how many rows of a sample's box a task fills, and how many tasks there are for a sample.
@@ -70,7 +72,7 @@ _TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 24, 48, 96, 1 << 13
 _TASKS = 8
 
 
-def _up(number: int, unit: int) -> int:
+def up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
@@ -85,7 +87,7 @@ class Box(NamedTuple):
 
     @property
     def elements(self) -> int:
-        return self.samples * math.prod(self.sizes) * _up(self.channels, TILE) + TILE
+        return self.samples * math.prod(self.sizes) * up(self.channels, TILE) + TILE
 
     @property
     def tasks(self) -> int:
@@ -121,9 +123,9 @@ class Convolution(NamedTuple):
 
     @property
     def tiles_of_task(self) -> int:
-        numbers = _up(self.box.channels, TILE) + min(COLUMNS, _up(self.filters, TILE))
+        numbers = up(self.box.channels, TILE) + min(COLUMNS, up(self.filters, TILE))
         most = max(_FEWEST_TILES, min(_MOST_TILES, _CACHED // numbers // _TILES * _TILES))
-        return min(most, _up(self.tiles, _TILES))
+        return min(most, up(self.tiles, _TILES))
 
     @property
     def units(self) -> int:
@@ -142,7 +144,8 @@ class Convolution(NamedTuple):
     @property
     def weights(self) -> int:
         """The elements of the transformed weights."""
-        return POINTS * self.box.channels * _up(self.filters, TILE) + TILE
+        blocks = -(-self.filters // COLUMNS)
+        return POINTS * (self.box.channels * up(self.filters, TILE) + blocks * TILE) + TILE
 
     @property
     def numbers(self) -> list[int]:
@@ -219,7 +222,7 @@ def transform_weights(block: int, w: np.ndarray, memory: np.ndarray, channels: i
     padded = (filters + TILE - 1) // TILE * TILE
     head = first // COLUMNS * COLUMNS
     columns = min(COLUMNS, padded - head)
-    base, pitch = head * POINTS * channels + first - head, channels * columns
+    base, pitch = _weights_of_block(head, channels) + first - head, channels * columns + TILE
     source = (first - others) * channels * taps
     c = 0
     while c < channels:
@@ -265,11 +268,16 @@ def turn_weights(m: int, w: np.ndarray, memory: np.ndarray, channels: int, filte
                     square[k * TILE + i] = w[source + i * taps + k]
         head = c // COLUMNS * COLUMNS
         columns = min(COLUMNS, padded - head)
-        pitch, last = filters * columns, (taps - 1) * TILE + others
-        place = head * POINTS * filters + m * columns + c - head
+        pitch, last = filters * columns + TILE, (taps - 1) * TILE + others
+        place = _weights_of_block(head, filters) + m * columns + c - head
         transform(OF_THREE, into, place, 4 * pitch, pitch, square, last, -3 * TILE, -TILE, 1)
     release(allocated)
     return False
+
+
+def _weights_of_block(first: int, terms: int) -> int:
+    """The place of the transformed weights of a block of columns."""
+    return POINTS * (first * terms + first // COLUMNS * TILE)
 
 
 def convolve_tiles(
@@ -293,14 +301,14 @@ def convolve_tiles(
     of_sample = (height + 1) // 2 * across
     first = task % convolution[UNITS] * most
     count = min(most, box[BOX_SAMPLES] * of_sample - first)
-    rows, results = 2 * most, POINTS * most * (padded + COLUMNS)
-    memory = allocate(results + 2 * 2 * rows * COLUMNS + TILE)
+    rows, results = 2 * most, POINTS * (most * (padded + COLUMNS) + 2 * TILE)
+    memory = allocate(results + (4 * COLUMNS + 1) * rows + TILE)
     integers = allocate_integers(2 * TERMS + most + 2 + 4 * most)
     if len(memory) == 0 or len(integers) == 0:
         release(memory)
         release(integers)
         return True
-    values, sums = aligned(memory), aligned(memory)[POINTS * most * padded :]
+    values, sums = aligned(memory), aligned(memory)[POINTS * (most * padded + TILE) :]
     finished = aligned(memory)[results:]
     steps, places = integers[:TERMS], integers[TERMS : 2 * TERMS]
     starts, shifts = integers[2 * TERMS : 2 * TERMS + most], integers[2 * TERMS + most :]
@@ -309,7 +317,7 @@ def convolve_tiles(
         steps[k] = k
     for t in range(count):
         starts[t] = t * padded
-    _transform_tiles(values, first, count, most, aligned(boxes), 0, padded, box, convolution)
+    transform_tiles(values, first, count, most, aligned(boxes), 0, padded, box, convolution)
     number = _list_runs(runs, first, count, of_sample, across, filters, height, width)
     # Columns that are for no filter have a multiple of TILE as well.
     whole = (filters + TILE - 1) // TILE * TILE
@@ -319,14 +327,15 @@ def convolve_tiles(
         columns = min(COLUMNS, whole - block)
         for k in range(TERMS):
             places[k] = k * columns
+        pitch, base = most * columns + TILE, _weights_of_block(block, channels)
         for point in range(POINTS):
             for c in range(0, channels, TERMS):
                 used = min(TERMS, channels - c)
-                shifts[0] = point * most * padded + c
-                bases[0] = (block * POINTS + point * columns) * channels + c * columns
+                shifts[0] = point * (most * padded + TILE) + c
+                bases[0] = base + point * (channels * columns + TILE) + c * columns
                 for i in range(0, count, TILE_ROWS):
                     add_products(
-                        sums[(point * most + i) * columns :],
+                        sums[point * pitch + i * columns :],
                         columns,
                         values,
                         starts[i:],
@@ -340,7 +349,6 @@ def convolve_tiles(
                         c == 0,
                     )
         # The upper row of the results of all tiles, and the lower row.
-        pitch = most * columns
         for t in range(count):
             place = 2 * t * columns
             transform(
@@ -358,19 +366,33 @@ def convolve_tiles(
         into = 2 * rows * COLUMNS
         for half in range(2):
             head = half * rows * columns
-            wrong = wrong or not _are_finite(finished[head : head + 2 * count * columns])
+            wrong = wrong or not are_finite(finished[head : head + 2 * count * columns])
             for i in range(0, 2 * count, TILE):
                 for k in range(0, columns, TILE):
                     place = into + head + k * rows + i
                     transpose(finished, place, rows, finished, head + i * columns + k, columns)
-        _finish_block(y, b, z, finished[into:], runs[: 4 * number], block, rows, filters, height, width,
-                      min(columns, filters - block), activation, low, high)
+        _finish_block(
+            y,
+            b,
+            z,
+            finished[into:],
+            runs[: 4 * number],
+            block,
+            rows,
+            filters,
+            height,
+            width,
+            min(columns, filters - block),
+            activation,
+            low,
+            high,
+        )
     release(memory)
     release(integers)
     return wrong
 
 
-def _transform_tiles(
+def transform_tiles(
     values: np.ndarray,
     first: int,
     count: int,
@@ -394,8 +416,8 @@ def _transform_tiles(
             OF_VALUES,
             values,
             t * channels,
-            4 * most * channels,
-            most * channels,
+            4 * (most * channels + TILE),
+            most * channels + TILE,
             boxes,
             place * padded + channel,
             pitch * padded,
@@ -405,7 +427,14 @@ def _transform_tiles(
 
 
 def _list_runs(
-    runs: np.ndarray, first: int, count: int, of_sample: int, across: int, filters: int, height: int, width: int
+    runs: np.ndarray,
+    first: int,
+    count: int,
+    of_sample: int,
+    across: int,
+    filters: int,
+    height: int,
+    width: int,
 ) -> int:
     """Write the runs of tiles beside each other: the first one, its place in the result of the first filter,
     the length of the result, and how many rows it has. Return their number."""
@@ -441,20 +470,25 @@ def _finish_block(
 ) -> None:
     """Write the results of some filters, after what is applied to them."""
     columns = min(COLUMNS, (filters + TILE - 1) // TILE * TILE - block)
+    other = sums[2 * columns * rows : (2 * columns + 1) * rows]
     for k in range(count):
         bias = b[block + k] if len(b) > 0 else 0.0
-        for run in range(0, len(runs), 4):
-            n = runs[run + 2]
-            for half in range(runs[run + 3]):
-                place = runs[run + 1] + ((block + k) * height + half) * width
-                at = (half * columns + k) * rows + 2 * runs[run]
-                results = sums[at : at + n]
-                if len(z) > 0:
-                    add(results, z[place : place + n])
-                finish(y[place : place + n], results, bias, activation, low, high)
+        for half in range(2):
+            line = sums[(half * columns + k) * rows : (half * columns + k + 1) * rows]
+            place = ((block + k) * height + half) * width
+            for run in range(0, len(runs) if len(z) > 0 else 0, 4):
+                at, n = place + runs[run + 1], runs[run + 2]
+                if half < runs[run + 3]:
+                    add(line[2 * runs[run] : 2 * runs[run] + n], z[at : at + n])
+            if len(b) > 0 or activation != 0:
+                finish(other, line, bias, activation, low, high)
+                line = other
+            for run in range(0, len(runs), 4):
+                if half < runs[run + 3]:
+                    copy_elements(y, place + runs[run + 1], line, 2 * runs[run], runs[run + 2])
 
 
-def _are_finite(values: np.ndarray) -> bool:
+def are_finite(values: np.ndarray) -> bool:
     total = 0.0
     for k in range(len(values)):
         total += values[k] * 0.0

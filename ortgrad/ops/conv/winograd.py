@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
-from ortgrad.operators.declaration import operator
-from ortgrad.ops.conv import _winograd_forward
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, operator
+from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad
+from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
 from ortgrad.ops.conv.forward import DECLARATION, dense_conv, dense_conv_body
 
 if TYPE_CHECKING:
@@ -43,3 +44,27 @@ winograd_conv.onnx(dense_conv_body)
 winograd_conv.compiled(
     views=[1] * 5, scratch=[1, 1], plan=_winograd_forward.plan, first=_winograd_forward.prepare
 )(_winograd_forward.convolve)
+
+
+@operator(
+    "WinogradConvGrad",
+    domain=INTERNAL_DOMAIN,
+    inputs=["dY", "X", "W"],
+    outputs=["dX?", "dW?", "dB?"],
+    shapes=conv_grad.shapes,
+    dims=conv_grad.dims,
+    attributes=ATTRIBUTES,
+)
+def winograd_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray | None, ...]:
+    """ConvGrad for a kernel of 3x3"""
+    return _numpy.conv_grad(*arrays, **attributes)
+
+
+winograd_conv_grad.onnx(_body.conv_grad_body)
+winograd_conv_grad.compiled(
+    views=[1] * 6,
+    scratch=[1] * 4,
+    plan=_winograd_grad.plan,
+    first=_winograd_grad.prepare,
+    last=_winograd_grad.finish_weights,
+)(_winograd_grad.differentiate)

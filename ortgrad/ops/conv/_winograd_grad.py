@@ -1,0 +1,313 @@
+"""ConvGrad for kernels of 3x3, by Winograd's method (see _winograd).
+
+dX is a convolution of dY with the turned weights. dW is one of X whose kernels are tiles of 2x2 of dY, with
+3x3 results: the products of the transforms of X and of dY are added up over the tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.compiled.functions import (
+    OF_TWO,
+    TILE,
+    TILE_ROWS,
+    TO_THREE,
+    add_products,
+    allocate,
+    allocate_integers,
+    double,
+    release,
+    transform,
+    transpose,
+)
+from ortgrad.operators.compiled import Plan
+from ortgrad.ops._windows import windows
+from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.ops.conv._geometry import COLUMNS
+from ortgrad.ops.conv._winograd import (
+    BOX_CHANNELS,
+    BOX_FIELDS,
+    BOX_HEIGHT,
+    BOX_LEFT,
+    BOX_SAMPLES,
+    BOX_SIZE,
+    BOX_TOP,
+    BOX_WIDTH,
+    CONVOLUTION_FIELDS,
+    POINTS,
+    Box,
+    Convolution,
+    are_finite,
+    convolve_tiles,
+    fill_box,
+    fits,
+    transform_tiles,
+    turn_weights,
+    up,
+)
+
+if TYPE_CHECKING:
+    Sizes = tuple[int, ...]
+
+# Places of the numbers of dW: channels of a task, parts into which the tiles are divided, and tiles of a part.
+CHANNELS, PARTS, PART = range(3)
+# Places in the geometry: the boxes of dY and X, the convolutions of both, the numbers of dW, and the number of
+# tasks of each kind.
+_DY, _X = 0, BOX_FIELDS
+_DX = 2 * BOX_FIELDS
+_DW = _DX + 2 * CONVOLUTION_FIELDS
+_DY_BOXES, _X_BOXES, _DX_TASKS, _DW_TASKS = range(_DW + 3, _DW + 7)
+# Tiles whose products are added up at once.
+_TOGETHER = 64
+# Channels of a task, at most.
+_MOST_CHANNELS = 96
+# As many tasks as keep several threads busy, if each has enough tiles.
+_TASKS, _FEWEST_TILES = 8, 128
+
+
+def plan(
+    dy: Sizes, x: Sizes, w: Sizes, dx: Sizes | None, dw: Sizes | None, db: Sizes | None, **attributes: Any
+) -> Plan | None:
+    """Return the plan; None for tensors without elements, and for what the kernel does not support."""
+    group = attributes.pop("group")
+    attributes.pop("kernel_shape")
+    win = windows(x[2:], w[2:], **attributes)
+    if dy[2:] != win.outputs or group > 1 or not math.prod(x) or not fits(win, w[1], w[0]):
+        return None
+    tiles = [2 * -(-n // 2) for n in win.outputs]
+    x_box = Box(x[0], x[1], (x[2], x[3]), (tiles[0] + 2, tiles[1] + 2), (win.heads[0], win.heads[1]))
+    before = [2 - head for head in win.heads]
+    # dX sees two rows more than it has, and dW whole tiles.
+    sizes = [
+        max(2 * -(-n // 2) + 2, start + count)
+        for n, start, count in zip(win.sizes, before, tiles, strict=True)
+    ]
+    dy_box = Box(dy[0], dy[1], (dy[2], dy[3]), (sizes[0], sizes[1]), (before[0], before[1]))
+    of_dx = Convolution(dy_box, (0, 0), (x[2], x[3]), w[1])
+    of_dw = Convolution(x_box, (0, 0), (dy[2], dy[3]), w[0])
+    blocks, filters = -(-w[1] // _MOST_CHANNELS), -(-w[0] // COLUMNS)
+    channels = up(-(-w[1] // blocks), TILE)
+    blocks = -(-w[1] // channels)
+    parts = max(1, min(-(-_TASKS // (blocks * filters)), of_dw.tiles // _FEWEST_TILES))
+    part = up(-(-of_dw.tiles // parts), _TOGETHER)
+    parts = -(-of_dw.tiles // part)
+    dx_tasks = of_dx.tasks if dx else 0
+    dw_tasks = blocks * filters * parts if dw else 0
+    boxes = dy_box.tasks if dx or dw else 0, x_box.tasks if dw else 0
+    flat = [(math.prod(shape),) for shape in (dy, x, w)]
+    return Plan(
+        tasks=(
+            sum(boxes) + (w[0] if dx else 0),
+            dx_tasks + dw_tasks + (w[0] if db else 0),
+            -(-w[0] // TILE) * -(-w[1] // TILE) if dw else 0,
+        ),
+        views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
+        numbers={
+            "geometry": [
+                *(*dy_box.numbers, *x_box.numbers, *of_dx.numbers, *of_dw.numbers),
+                *(channels, parts, part, *boxes, dx_tasks, dw_tasks),
+            ]
+        },
+        work=math.prod(dy) * w[1] * 2,
+        scratch=[
+            (dy_box.elements if dx or dw else 0,),
+            (x_box.elements if dw else 0,),
+            (of_dx.weights if dx else 0,),
+            (parts * POINTS * (up(w[1], TILE) * up(w[0], TILE) + blocks * filters * TILE) if dw else 0,),
+        ],
+    )
+
+
+def prepare(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    dw: np.ndarray,
+    db: np.ndarray,
+    dy_boxes: np.ndarray,
+    x_boxes: np.ndarray,
+    weights: np.ndarray,
+    sums: np.ndarray,
+    geometry: np.ndarray,
+) -> bool:
+    """Copy rows of dY or X into a box, or transform the weights of a filter."""
+    if task < geometry[_DY_BOXES]:
+        return fill_box(task, dy, dy_boxes, geometry[_DY:])
+    task -= geometry[_DY_BOXES]
+    if task < geometry[_X_BOXES]:
+        return fill_box(task, x, x_boxes, geometry[_X:])
+    task -= geometry[_X_BOXES]
+    return turn_weights(task, w, weights, geometry[_X + BOX_CHANNELS], geometry[_DY + BOX_CHANNELS])
+
+
+def differentiate(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    dw: np.ndarray,
+    db: np.ndarray,
+    dy_boxes: np.ndarray,
+    x_boxes: np.ndarray,
+    weights: np.ndarray,
+    sums: np.ndarray,
+    geometry: np.ndarray,
+) -> bool:
+    """Compute dX of some channels for some tiles, sums for dW over some tiles, or dB of a filter."""
+    if task < geometry[_DX_TASKS]:
+        nothing = dx[:0]
+        of_dx = geometry[_DX:]
+        return convolve_tiles(
+            task, dy_boxes, weights, nothing, nothing, dx, geometry[_DY:], of_dx, 0, 0.0, 0.0
+        )
+    task -= geometry[_DX_TASKS]
+    if task < geometry[_DW_TASKS]:
+        return _add_tiles(task, dy_boxes, x_boxes, sums, geometry)
+    task -= geometry[_DW_TASKS]
+    filters, samples = geometry[_DY + BOX_CHANNELS], geometry[_DY + BOX_SAMPLES]
+    positions = geometry[_DY + BOX_SIZE] * geometry[_DY + BOX_SIZE + 1]
+    total = double(0.0)
+    for sample in range(samples):
+        place = (sample * filters + task) * positions
+        values = dy[place : place + positions]
+        for k in range(positions):
+            total += double(values[k])
+    db[task] = total
+    return False
+
+
+def _add_tiles(
+    task: int, dy_boxes: np.ndarray, x_boxes: np.ndarray, sums: np.ndarray, geometry: np.ndarray
+) -> bool:
+    """Add up the products of some channels with some filters over a part of the tiles."""
+    dy_box, x_box, of_dw = geometry[_DY:], geometry[_X:], geometry[_DX + CONVOLUTION_FIELDS :]
+    channels, filters = x_box[BOX_CHANNELS], dy_box[BOX_CHANNELS]
+    padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
+    most, parts, length = geometry[_DW + CHANNELS], geometry[_DW + PARTS], geometry[_DW + PART]
+    blocks = (whole + COLUMNS - 1) // COLUMNS
+    part, block, first = task % parts, task // parts % blocks * COLUMNS, task // parts // blocks * most
+    columns, count = min(COLUMNS, whole - block), min(most, padded - first)
+    rows = min(count, channels - first)
+    height, width = dy_box[BOX_SIZE], dy_box[BOX_SIZE + 1]
+    down, across = (height + 1) // 2, (width + 1) // 2
+    tile, end = part * length, min((part + 1) * length, dy_box[BOX_SAMPLES] * down * across)
+    memory = allocate(POINTS * (_TOGETHER * (count + columns) + 2 * TILE) + TILE)
+    integers = allocate_integers(2 * _TOGETHER + rows + 2)
+    if len(memory) == 0 or len(integers) == 0:
+        release(memory)
+        release(integers)
+        return True
+    left, right = aligned(memory), aligned(memory)[POINTS * (_TOGETHER * count + TILE) :]
+    steps, places = integers[:_TOGETHER], integers[_TOGETHER : 2 * _TOGETHER]
+    starts, shifts = integers[2 * _TOGETHER : 2 * _TOGETHER + rows], integers[2 * _TOGETHER + rows :]
+    bases = shifts[1:]
+    for k in range(_TOGETHER):
+        steps[k], places[k] = k * count, k * columns
+    for i in range(rows):
+        starts[i] = i
+    gradients, values = aligned(dy_boxes), aligned(x_boxes)
+    pitch = dy_box[BOX_WIDTH] * whole
+    into = _sums_of(part, block, first, columns, padded, whole, most)
+    fresh = True
+    while tile < end:
+        used = min(_TOGETHER, end - tile)
+        transform_tiles(left, tile, used, _TOGETHER, values, first, count, x_box, of_dw)
+        for t in range(used):
+            line, k = (tile + t) // across, (tile + t) % across
+            row = line // down * dy_box[BOX_HEIGHT] + dy_box[BOX_TOP] + line % down * 2
+            place = (row * dy_box[BOX_WIDTH] + dy_box[BOX_LEFT] + 2 * k) * whole + block
+            step = _TOGETHER * columns + TILE
+            vectors = columns // TILE
+            transform(OF_TWO, right, t * columns, 4 * step, step, gradients, place, pitch, whole, vectors)
+        for point in range(POINTS):
+            shifts[0], bases[0] = point * (_TOGETHER * count + TILE), point * (_TOGETHER * columns + TILE)
+            for i in range(0, rows, TILE_ROWS):
+                add_products(
+                    sums[into + point * (count * columns + TILE) + i * columns :],
+                    columns,
+                    left,
+                    starts[i:],
+                    min(TILE_ROWS, rows - i),
+                    shifts[:1],
+                    steps[:used],
+                    right,
+                    bases,
+                    places[:used],
+                    columns,
+                    fresh,
+                )
+        fresh = False
+        tile += used
+    release(memory)
+    release(integers)
+    return False
+
+
+def _sums_of(part: int, block: int, first: int, columns: int, padded: int, whole: int, most: int) -> int:
+    """The place of the sums of a block of filters and some channels, for a part of the tiles."""
+    blocks, pieces = (whole + COLUMNS - 1) // COLUMNS, (padded + most - 1) // most
+    number = (part * blocks + block // COLUMNS) * pieces + first // most
+    return POINTS * (part * padded * whole + block * padded + first * columns + number * TILE)
+
+
+def finish_weights(
+    task: int,
+    dy: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    dx: np.ndarray,
+    dw: np.ndarray,
+    db: np.ndarray,
+    dy_boxes: np.ndarray,
+    x_boxes: np.ndarray,
+    weights: np.ndarray,
+    sums: np.ndarray,
+    geometry: np.ndarray,
+) -> bool:
+    """Compute dW of up to TILE filters for up to TILE channels from the sums of all parts."""
+    taps = 9
+    channels, filters = geometry[_X + BOX_CHANNELS], geometry[_DY + BOX_CHANNELS]
+    padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
+    most, parts = geometry[_DW + CHANNELS], geometry[_DW + PARTS]
+    m, c = task % (whole // TILE) * TILE, task // (whole // TILE) * TILE
+    block, first = m // COLUMNS * COLUMNS, c // most * most
+    columns, count = min(COLUMNS, whole - block), min(most, padded - first)
+    start = _sums_of(0, block, first, columns, padded, whole, most) + (c - first) * columns + m - block
+    step = _sums_of(1, 0, 0, columns, padded, whole, most)
+    used = min(TILE, channels - c)
+    memory = allocate(TILE * (POINTS + taps * TILE) + TILE)
+    if len(memory) == 0:
+        return True
+    total, results = aligned(memory), aligned(memory)[POINTS * TILE :]
+    for i in range(used):
+        for point in range(POINTS):
+            place = start + point * (count * columns + TILE) + i * columns
+            here = total[point * TILE : (point + 1) * TILE]
+            values = sums[place : place + TILE]
+            for k in range(TILE):
+                here[k] = values[k]
+            for part in range(1, parts):
+                at = place + part * step
+                values = sums[at : at + TILE]
+                for k in range(TILE):
+                    here[k] += values[k]
+        transform(TO_THREE, results, i * taps * TILE, 3 * TILE, TILE, total, 0, 4 * TILE, TILE, 1)
+    known = min(TILE, filters - m)
+    wrong = not are_finite(results[: used * taps * TILE])
+    pairs, to = channels * taps, (m * channels + c) * taps
+    k = 0
+    while known == TILE and k + TILE <= used * taps:
+        transpose(dw, to + k, pairs, results, k * TILE, TILE)
+        k += TILE
+    for i in range(k, used * taps):
+        for j in range(known):
+            dw[to + j * pairs + i] = results[i * TILE + j]
+    release(memory)
+    return wrong
