@@ -281,7 +281,7 @@ def transform(
     column: int,
     count: int,
 ) -> None:
-    """Multiply a square of vectors with a matrix of TRANSFORMS from the left, and its transpose from the right.
+    """Multiply a square of vectors with a matrix of TRANSFORMS from the left, its transpose from the right.
 
     The vectors have `count` times TILE numbers. That in row i and column k of the square is at
     source + i * row + k * column, and that of the result at into + i * into_row + k * into_column.
@@ -327,9 +327,9 @@ SLACK = 64
 TILE_ROWS, TILE = 6, 16
 PANEL = 32
 # Winograd's transforms for kernels of three taps: the matrices are those of F(2, 3) and F(3, 2), which share
-# the points 0, 1, -1 and infinity. The transform of a square of four values; those of a kernel of three and of
-# two; and the sums at the points as two and as three results. Sizes are those of the results and of what is
-# given; beyond them there are zeros.
+# the points 0, 1, -1 and infinity. The transform of four values; those of a kernel of three and of two; and
+# the sums at the points as two and as three results. Sizes are those of the results and of what is given;
+# beyond them there are zeros.
 OF_VALUES, OF_THREE, OF_TWO, TO_TWO, TO_THREE = range(5)
 TRANSFORM_SIZES = ((4, 4), (4, 3), (4, 2), (2, 4), (3, 4))
 TRANSFORMS = (

@@ -60,9 +60,24 @@ POINTS = 16
     BOX_TASKS,
     BOX_FIELDS,
 ) = (0, 1, 2, 4, 5, 6, 7, 8, 9, 10)
-# Places of the numbers of a convolution: where the first tile begins in the box, the sizes of the result, the
-# tiles of a task and the number of tasks for all tiles, and the blocks of columns of a task.
-ROW, COLUMN, OUTPUT, FILTERS, TILES, UNITS, BLOCKS, CONVOLUTION_FIELDS = 0, 1, 2, 4, 5, 6, 7, 8
+# Places of the numbers of a convolution: the sizes of the result, the tiles of a task and the number of tasks
+# for all tiles, and the blocks of columns of a task. Then whether a task transforms the weights itself, and
+# how many channels at a time; the tasks that transform weights, if not; how far apart the kernels of filters
+# and of channels are; and whether kernels are turned.
+(
+    OUTPUT,
+    FILTERS,
+    TILES,
+    UNITS,
+    BLOCKS,
+    OWN_WEIGHTS,
+    TOGETHER,
+    WEIGHT_TASKS,
+    FILTER_STRIDE,
+    CHANNEL_STRIDE,
+    TURNED,
+    CONVOLUTION_FIELDS,
+) = (0, *range(2, 13))
 # Positions that a task copies into a box, about.
 _POSITIONS = 1024
 # Tiles of a task: they fill tiles of rows, and squares that are transposed at once. Their transforms should
@@ -70,6 +85,12 @@ _POSITIONS = 1024
 _TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 24, 48, 96, 1 << 13
 # As many tasks as keep several threads busy.
 _TASKS = 8
+_TAPS = 9
+# Weights that do not fit into the cache, once transformed, are transformed by every task that uses them, if
+# these are few; and how many channels at a time.
+_LARGE, _FEW_UNITS, _CHANNELS_OF_LARGE = 1 << 14, 4, 128
+# How many channels a task transforms the weights of.
+_CHANNELS = 32
 
 
 def up(number: int, unit: int) -> int:
@@ -113,9 +134,9 @@ class Convolution(NamedTuple):
     """A convolution of what is in a box."""
 
     box: Box
-    first: Pair  # where the first tile begins
     outputs: Pair
     filters: int
+    turned: bool = False  # whether filters are the channels of the weights, and kernels are turned
 
     @property
     def tiles(self) -> int:
@@ -142,16 +163,31 @@ class Convolution(NamedTuple):
         return self.units * -(-self.filters // (COLUMNS * self.blocks_of_task))
 
     @property
+    def _own_weights(self) -> bool:
+        return self.box.channels * self.filters >= _LARGE and self.units <= _FEW_UNITS
+
+    @property
     def weights(self) -> int:
-        """The elements of the transformed weights."""
+        """The elements of the transformed weights that tasks share."""
         blocks = -(-self.filters // COLUMNS)
-        return POINTS * (self.box.channels * up(self.filters, TILE) + blocks * TILE) + TILE
+        elements = POINTS * (self.box.channels * up(self.filters, TILE) + blocks * TILE) + TILE
+        return 0 if self._own_weights else elements
+
+    @property
+    def weight_tasks(self) -> int:
+        """How many tasks transform these."""
+        blocks = -(-self.filters // COLUMNS)
+        return 0 if self._own_weights else blocks * -(-self.box.channels // _CHANNELS)
 
     @property
     def numbers(self) -> list[int]:
         """As the kernel sees it."""
+        own, channels = self._own_weights, self.box.channels
+        together = min(channels, _CHANNELS_OF_LARGE if own else TERMS)
+        strides = (1, self.filters) if self.turned else (channels, 1)
         division = (self.tiles_of_task, self.units, self.blocks_of_task)
-        return [*self.first, *self.outputs, self.filters, *division]
+        weights = (int(own), together, self.weight_tasks, *strides, int(self.turned))
+        return [*self.outputs, self.filters, *division, *weights]
 
 
 def fits(win: Windows, channels: int, filters: int) -> bool:
@@ -207,82 +243,69 @@ def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: np.ndarray)
     return False
 
 
-def transform_weights(block: int, w: np.ndarray, memory: np.ndarray, channels: int, filters: int) -> bool:
-    """Transform the weights of up to TILE filters, for products whose columns are filters."""
-    taps = 9
-    first = block * TILE
-    # The last filters are transposed with those before them. Columns that are for no filter get numbers of
-    # others, and their sums are not used.
-    others = max(0, first + TILE - filters)
-    allocated = allocate(TILE * TILE * taps + 2 * TILE)
-    if len(allocated) == 0:
-        return True
-    into, square = aligned(memory), aligned(allocated)
-    clear(square, TILE * TILE * taps, TILE)
-    padded = (filters + TILE - 1) // TILE * TILE
-    head = first // COLUMNS * COLUMNS
-    columns = min(COLUMNS, padded - head)
-    base, pitch = _weights_of_block(head, channels) + first - head, channels * columns + TILE
-    source = (first - others) * channels * taps
-    c = 0
-    while c < channels:
-        c = min(c, channels - TILE)
-        for k in range(0, TILE * taps, TILE):
-            transpose(square, k * TILE, TILE, w, source + c * taps + k, channels * taps)
-        for i in range(TILE):
-            transform(
-                OF_THREE,
-                into,
-                base + (c + i) * columns,
-                4 * pitch,
-                pitch,
-                square,
-                i * taps * TILE + others,
-                3 * TILE,
-                TILE,
-                1,
-            )
-        c += TILE
-    release(allocated)
-    return False
+def transform_weights(
+    task: int, w: np.ndarray, memory: np.ndarray, channels: int, convolution: np.ndarray
+) -> bool:
+    """Transform the weights of some channels for a block of columns, for the tasks that share them."""
+    filters = convolution[FILTERS]
+    whole = (filters + TILE - 1) // TILE * TILE
+    chunks = (channels + _CHANNELS - 1) // _CHANNELS
+    block, first = task // chunks * COLUMNS, task % chunks * _CHANNELS
+    columns, count = min(COLUMNS, whole - block), min(_CHANNELS, channels - first)
+    place = _weights_of_block(block, channels) + first * columns
+    return _transform_block(
+        w, aligned(memory), place, channels * columns + TILE, block, columns, first, count, convolution
+    )
 
 
-def turn_weights(m: int, w: np.ndarray, memory: np.ndarray, channels: int, filters: int) -> bool:
-    """Transform the weights of a filter, turned, for products whose columns are channels."""
-    taps = 9
+def _weights_of_block(first: int, channels: int) -> int:
+    """The place of the transformed weights of a block of columns."""
+    return POINTS * (first * channels + first // COLUMNS * TILE)
+
+
+def _transform_block(
+    w: np.ndarray,
+    into: np.ndarray,
+    place: int,
+    pitch: int,
+    block: int,
+    columns: int,
+    first: int,
+    count: int,
+    convolution: np.ndarray,
+) -> bool:
+    """Transform the weights of a block of columns for some channels."""
     allocated = allocate(TILE * TILE + 2 * TILE)
     if len(allocated) == 0:
         return True
-    into, square = aligned(memory), aligned(allocated)
+    square = aligned(allocated)
     clear(square, 0, TILE * TILE + TILE)
-    padded = (channels + TILE - 1) // TILE * TILE
-    for c in range(0, channels, TILE):
-        others = max(0, c + TILE - channels)
-        source = (m * channels + c - others) * taps
-        if source + TILE * (taps + 1) <= len(w):
-            # Behind the taps of a channel are those of the next one, which are not used.
-            transpose(square, 0, TILE, w, source, taps)
-        else:
-            for i in range(TILE):
-                for k in range(taps):
-                    square[k * TILE + i] = w[source + i * taps + k]
-        head = c // COLUMNS * COLUMNS
-        columns = min(COLUMNS, padded - head)
-        pitch, last = filters * columns + TILE, (taps - 1) * TILE + others
-        place = _weights_of_block(head, filters) + m * columns + c - head
-        transform(OF_THREE, into, place, 4 * pitch, pitch, square, last, -3 * TILE, -TILE, 1)
+    stride, step = convolution[FILTER_STRIDE] * _TAPS, convolution[CHANNEL_STRIDE] * _TAPS
+    turned = convolution[TURNED] != 0
+    start, tap = (_TAPS - 1) * TILE if turned else 0, -TILE if turned else TILE
+    for m in range(0, columns, TILE):
+        # The last filters are transposed with those before them. Columns that are for no filter get numbers
+        # of others, and their sums are not used.
+        others = max(0, block + m + TILE - convolution[FILTERS])
+        for c in range(count):
+            source = (block + m - others) * stride + (first + c) * step
+            if source + (TILE - 1) * stride + TILE <= len(w):
+                # Behind the taps of a kernel are those of another one, which are not used.
+                transpose(square, 0, TILE, w, source, stride)
+            else:
+                for i in range(TILE):
+                    for k in range(_TAPS):
+                        square[k * TILE + i] = w[source + i * stride + k]
+            at = place + c * columns + m
+            transform(OF_THREE, into, at, 4 * pitch, pitch, square, start + others, 3 * tap, tap, 1)
     release(allocated)
     return False
-
-
-def _weights_of_block(first: int, terms: int) -> int:
-    """The place of the transformed weights of a block of columns."""
-    return POINTS * (first * terms + first // COLUMNS * TILE)
 
 
 def convolve_tiles(
     task: int,
     boxes: np.ndarray,
+    w: np.ndarray,
     weights: np.ndarray,
     b: np.ndarray,
     z: np.ndarray,
@@ -304,9 +327,12 @@ def convolve_tiles(
     rows, results = 2 * most, POINTS * (most * (padded + COLUMNS) + 2 * TILE)
     memory = allocate(results + (4 * COLUMNS + 1) * rows + TILE)
     integers = allocate_integers(2 * TERMS + most + 2 + 4 * most)
-    if len(memory) == 0 or len(integers) == 0:
+    own, together = convolution[OWN_WEIGHTS] != 0, convolution[TOGETHER]
+    transformed = allocate((POINTS * (together * COLUMNS + TILE) if own else 0) + TILE)
+    if len(memory) == 0 or len(integers) == 0 or len(transformed) == 0:
         release(memory)
         release(integers)
+        release(transformed)
         return True
     values, sums = aligned(memory), aligned(memory)[POINTS * (most * padded + TILE) :]
     finished = aligned(memory)[results:]
@@ -321,18 +347,22 @@ def convolve_tiles(
     number = _list_runs(runs, first, count, of_sample, across, filters, height, width)
     # Columns that are for no filter have a multiple of TILE as well.
     whole = (filters + TILE - 1) // TILE * TILE
-    right, wrong = aligned(weights), False
+    right, wrong = aligned(transformed if own else weights), False
     begin = task // convolution[UNITS] * convolution[BLOCKS] * COLUMNS
     for block in range(begin, min(whole, begin + convolution[BLOCKS] * COLUMNS), COLUMNS):
         columns = min(COLUMNS, whole - block)
         for k in range(TERMS):
             places[k] = k * columns
-        pitch, base = most * columns + TILE, _weights_of_block(block, channels)
-        for point in range(POINTS):
-            for c in range(0, channels, TERMS):
-                used = min(TERMS, channels - c)
-                shifts[0] = point * (most * padded + TILE) + c
-                bases[0] = base + point * (channels * columns + TILE) + c * columns
+        pitch = most * columns + TILE
+        c = 0
+        while c < channels:
+            used = min(together, channels - c)
+            base, step = _weights_of_block(block, channels) + c * columns, channels * columns + TILE
+            if own:
+                base, step = 0, together * columns + TILE
+                wrong = wrong or _transform_block(w, right, 0, step, block, columns, c, used, convolution)
+            for point in range(POINTS):
+                shifts[0], bases[0] = point * (most * padded + TILE) + c, base + point * step
                 for i in range(0, count, TILE_ROWS):
                     add_products(
                         sums[point * pitch + i * columns :],
@@ -348,6 +378,7 @@ def convolve_tiles(
                         columns,
                         c == 0,
                     )
+            c += together
         # The upper row of the results of all tiles, and the lower row.
         for t in range(count):
             place = 2 * t * columns
@@ -389,6 +420,7 @@ def convolve_tiles(
         )
     release(memory)
     release(integers)
+    release(transformed)
     return wrong
 
 
@@ -411,7 +443,7 @@ def transform_tiles(
     for t in range(count):
         line, k = (first + t) // across, (first + t) % across
         sample, i = line // down, line % down
-        place = (sample * rows + convolution[ROW] + 2 * i) * pitch + convolution[COLUMN] + 2 * k
+        place = (sample * rows + 2 * i) * pitch + 2 * k
         transform(
             OF_VALUES,
             values,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import TILE
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import windows
 from ortgrad.ops.conv._forward_geometry import activation_numbers
@@ -16,7 +15,6 @@ from ortgrad.ops.conv._winograd import (
     BOX_FIELDS,
     BOX_SAMPLES,
     BOX_TASKS,
-    FILTERS,
     Box,
     Convolution,
     convolve_tiles,
@@ -51,9 +49,9 @@ def plan(
         return None
     down, across = (2 * -(-n // 2) + 2 for n in win.outputs)
     box = Box(x[0], x[1], (x[2], x[3]), (down, across), (win.heads[0], win.heads[1]))
-    convolution = Convolution(box, (0, 0), (y[2], y[3]), w[0])
+    convolution = Convolution(box, (y[2], y[3]), w[0])
     return Plan(
-        tasks=(box.tasks + -(-w[0] // TILE), convolution.tasks),
+        tasks=(box.tasks + convolution.weight_tasks, convolution.tasks),
         views=[(0,) if shape is None else (math.prod(shape),) for shape in (x, w, b, z, y)],
         numbers={
             "geometry": [*box.numbers, *convolution.numbers],
@@ -82,7 +80,7 @@ def prepare(
     tasks = geometry[BOX_SAMPLES] * geometry[BOX_TASKS]
     if task < tasks:
         return fill_box(task, x, boxes, geometry[:BOX_FIELDS])
-    return transform_weights(task - tasks, w, weights, geometry[BOX_CHANNELS], geometry[BOX_FIELDS + FILTERS])
+    return transform_weights(task - tasks, w, weights, geometry[BOX_CHANNELS], geometry[BOX_FIELDS:])
 
 
 def convolve(
@@ -101,4 +99,4 @@ def convolve(
 ) -> bool:
     """Compute some filters for some tiles."""
     box, convolution = geometry[:BOX_FIELDS], geometry[BOX_FIELDS:]
-    return convolve_tiles(task, boxes, weights, b, z, y, box, convolution, activation, low, high)
+    return convolve_tiles(task, boxes, w, weights, b, z, y, box, convolution, activation, low, high)

@@ -46,17 +46,17 @@ from ortgrad.ops.conv._winograd import (
     fill_box,
     fits,
     transform_tiles,
-    turn_weights,
+    transform_weights,
     up,
 )
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
 
-# Places of the numbers of dW: channels of a task, parts into which the tiles are divided, and tiles of a part.
+# Places of the numbers of dW: channels of a task, parts into which tiles are divided, and tiles of a part.
 CHANNELS, PARTS, PART = range(3)
-# Places in the geometry: the boxes of dY and X, the convolutions of both, the numbers of dW, and the number of
-# tasks of each kind.
+# Places in the geometry: the boxes of dY and X, the convolutions of both, the numbers of dW, and how many
+# tasks of each kind there are.
 _DY, _X = 0, BOX_FIELDS
 _DX = 2 * BOX_FIELDS
 _DW = _DX + 2 * CONVOLUTION_FIELDS
@@ -87,23 +87,24 @@ def plan(
         for n, start, count in zip(win.sizes, before, tiles, strict=True)
     ]
     dy_box = Box(dy[0], dy[1], (dy[2], dy[3]), (sizes[0], sizes[1]), (before[0], before[1]))
-    of_dx = Convolution(dy_box, (0, 0), (x[2], x[3]), w[1])
-    of_dw = Convolution(x_box, (0, 0), (dy[2], dy[3]), w[0])
+    of_dx = Convolution(dy_box, (x[2], x[3]), w[1], turned=True)
+    of_dw = Convolution(x_box, (dy[2], dy[3]), w[0])
     blocks, filters = -(-w[1] // _MOST_CHANNELS), -(-w[0] // COLUMNS)
     channels = up(-(-w[1] // blocks), TILE)
     blocks = -(-w[1] // channels)
     parts = max(1, min(-(-_TASKS // (blocks * filters)), of_dw.tiles // _FEWEST_TILES))
     part = up(-(-of_dw.tiles // parts), _TOGETHER)
     parts = -(-of_dw.tiles // part)
+    shared = dw is not None and parts > 1
     dx_tasks = of_dx.tasks if dx else 0
     dw_tasks = blocks * filters * parts if dw else 0
     boxes = dy_box.tasks if dx or dw else 0, x_box.tasks if dw else 0
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(
-            sum(boxes) + (w[0] if dx else 0),
+            sum(boxes) + (of_dx.weight_tasks if dx else 0),
             dx_tasks + dw_tasks + (w[0] if db else 0),
-            -(-w[0] // TILE) * -(-w[1] // TILE) if dw else 0,
+            -(-w[0] // TILE) * -(-w[1] // TILE) if shared else 0,
         ),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
         numbers={
@@ -117,7 +118,7 @@ def plan(
             (dy_box.elements if dx or dw else 0,),
             (x_box.elements if dw else 0,),
             (of_dx.weights if dx else 0,),
-            (parts * POINTS * (up(w[1], TILE) * up(w[0], TILE) + blocks * filters * TILE) if dw else 0,),
+            (parts * POINTS * (up(w[1], TILE) * up(w[0], TILE) + blocks * filters * TILE) if shared else 0,),
         ],
     )
 
@@ -143,7 +144,7 @@ def prepare(
     if task < geometry[_X_BOXES]:
         return fill_box(task, x, x_boxes, geometry[_X:])
     task -= geometry[_X_BOXES]
-    return turn_weights(task, w, weights, geometry[_X + BOX_CHANNELS], geometry[_DY + BOX_CHANNELS])
+    return transform_weights(task, w, weights, geometry[_DY + BOX_CHANNELS], geometry[_DX:])
 
 
 def differentiate(
@@ -165,11 +166,11 @@ def differentiate(
         nothing = dx[:0]
         of_dx = geometry[_DX:]
         return convolve_tiles(
-            task, dy_boxes, weights, nothing, nothing, dx, geometry[_DY:], of_dx, 0, 0.0, 0.0
+            task, dy_boxes, w, weights, nothing, nothing, dx, geometry[_DY:], of_dx, 0, 0.0, 0.0
         )
     task -= geometry[_DX_TASKS]
     if task < geometry[_DW_TASKS]:
-        return _add_tiles(task, dy_boxes, x_boxes, sums, geometry)
+        return _add_tiles(task, dy_boxes, x_boxes, dw, sums, geometry)
     task -= geometry[_DW_TASKS]
     filters, samples = geometry[_DY + BOX_CHANNELS], geometry[_DY + BOX_SAMPLES]
     positions = geometry[_DY + BOX_SIZE] * geometry[_DY + BOX_SIZE + 1]
@@ -184,9 +185,14 @@ def differentiate(
 
 
 def _add_tiles(
-    task: int, dy_boxes: np.ndarray, x_boxes: np.ndarray, sums: np.ndarray, geometry: np.ndarray
+    task: int,
+    dy_boxes: np.ndarray,
+    x_boxes: np.ndarray,
+    dw: np.ndarray,
+    shared: np.ndarray,
+    geometry: np.ndarray,
 ) -> bool:
-    """Add up the products of some channels with some filters over a part of the tiles."""
+    """Add up products of some channels and filters over a part of the tiles; for all tiles, compute dW."""
     dy_box, x_box, of_dw = geometry[_DY:], geometry[_X:], geometry[_DX + CONVOLUTION_FIELDS :]
     channels, filters = x_box[BOX_CHANNELS], dy_box[BOX_CHANNELS]
     padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
@@ -200,9 +206,11 @@ def _add_tiles(
     tile, end = part * length, min((part + 1) * length, dy_box[BOX_SAMPLES] * down * across)
     memory = allocate(POINTS * (_TOGETHER * (count + columns) + 2 * TILE) + TILE)
     integers = allocate_integers(2 * _TOGETHER + rows + 2)
-    if len(memory) == 0 or len(integers) == 0:
+    own = allocate((POINTS * (count * columns + TILE) if parts == 1 else 0) + TILE)
+    if len(memory) == 0 or len(integers) == 0 or len(own) == 0:
         release(memory)
         release(integers)
+        release(own)
         return True
     left, right = aligned(memory), aligned(memory)[POINTS * (_TOGETHER * count + TILE) :]
     steps, places = integers[:_TOGETHER], integers[_TOGETHER : 2 * _TOGETHER]
@@ -214,7 +222,8 @@ def _add_tiles(
         starts[i] = i
     gradients, values = aligned(dy_boxes), aligned(x_boxes)
     pitch = dy_box[BOX_WIDTH] * whole
-    into = _sums_of(part, block, first, columns, padded, whole, most)
+    into = 0 if parts == 1 else _sums_of(part, block, first, columns, padded, whole, most)
+    sums = aligned(own) if parts == 1 else shared
     fresh = True
     while tile < end:
         used = min(_TOGETHER, end - tile)
@@ -245,9 +254,17 @@ def _add_tiles(
                 )
         fresh = False
         tile += used
+    wrong = False
+    for c in range(0, rows if parts == 1 else 0, TILE):
+        for m in range(0, min(columns, filters - block), TILE):
+            at = c * columns + m
+            wrong = wrong or _finish(
+                dw, sums, at, count, columns, 1, 0, first + c, block + m, channels, filters
+            )
     release(memory)
     release(integers)
-    return False
+    release(own)
+    return wrong
 
 
 def _sums_of(part: int, block: int, first: int, columns: int, padded: int, whole: int, most: int) -> int:
@@ -272,7 +289,6 @@ def finish_weights(
     geometry: np.ndarray,
 ) -> bool:
     """Compute dW of up to TILE filters for up to TILE channels from the sums of all parts."""
-    taps = 9
     channels, filters = geometry[_X + BOX_CHANNELS], geometry[_DY + BOX_CHANNELS]
     padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
     most, parts = geometry[_DW + CHANNELS], geometry[_DW + PARTS]
@@ -281,6 +297,24 @@ def finish_weights(
     columns, count = min(COLUMNS, whole - block), min(most, padded - first)
     start = _sums_of(0, block, first, columns, padded, whole, most) + (c - first) * columns + m - block
     step = _sums_of(1, 0, 0, columns, padded, whole, most)
+    return _finish(dw, sums, start, count, columns, parts, step, c, m, channels, filters)
+
+
+def _finish(
+    dw: np.ndarray,
+    sums: np.ndarray,
+    start: int,
+    count: int,
+    columns: int,
+    parts: int,
+    step: int,
+    c: int,
+    m: int,
+    channels: int,
+    filters: int,
+) -> bool:
+    """Compute dW of up to TILE filters for up to TILE channels; return whether some are not finite."""
+    taps = 9
     used = min(TILE, channels - c)
     memory = allocate(TILE * (POINTS + taps * TILE) + TILE)
     if len(memory) == 0:
@@ -300,7 +334,6 @@ def finish_weights(
                     here[k] += values[k]
         transform(TO_THREE, results, i * taps * TILE, 3 * TILE, TILE, total, 0, 4 * TILE, TILE, 1)
     known = min(TILE, filters - m)
-    wrong = not are_finite(results[: used * taps * TILE])
     pairs, to = channels * taps, (m * channels + c) * taps
     k = 0
     while known == TILE and k + TILE <= used * taps:
@@ -309,5 +342,8 @@ def finish_weights(
     for i in range(k, used * taps):
         for j in range(known):
             dw[to + j * pairs + i] = results[i * TILE + j]
+    wrong = False
+    for j in range(known):
+        wrong = wrong or not are_finite(dw[to + j * pairs : to + j * pairs + used * taps])
     release(memory)
     return wrong

@@ -1,10 +1,11 @@
-"""Convolutions with kernels of 3x3 and their gradient by Winograd's method, for sessions that run compiled kernels.
+"""Convolutions with kernels of 3x3 and their gradient, by Winograd's method, for compiled sessions.
 
 There they replace nodes of Conv whose weights are not constant, and those of ConvGrad.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +20,29 @@ from ortgrad.ops.conv.forward import DECLARATION, dense_conv, dense_conv_body
 if TYPE_CHECKING:
     from ortgrad.ops.conv._compiled import Known
 
+# The time that the transforms of a tile's channel take, compared with what the products with a filter save, and
+# the number of tiles that save what the transforms of the weights take.
+_TRANSFORMS, _FEWEST_TILES = 13.5, 18
+
 
 def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
-    """Return whether these kernels support a convolution, and were measured to be the fastest."""
+    """Return whether these kernels support a convolution, and are faster than the others, as was measured."""
     if w is None or len(w) != 4 or w[2:] != (3, 3) or w[0] is None or w[1] is None:
         return False
     steps = [*(attributes.get("strides") or ()), *(attributes.get("dilations") or ())]
-    pads = attributes.get("pads") or ()
+    if attributes.get("group", 1) != 1 or any(step != 1 for step in steps) or min(w[0], w[1]) < TILE:
+        return False
     explicit = attributes.get("auto_pad", "NOTSET") == "NOTSET"
-    if attributes.get("group", 1) != 1 or any(s != 1 for s in steps):
+    if explicit and not all(0 <= pad <= 2 for pad in attributes.get("pads") or ()):
         return False
-    if explicit and not all(0 <= pad <= 2 for pad in pads):
-        return False
-    return min(w[0], w[1]) >= TILE
+    # Each tile saves products, and costs transforms. So do the weights, and they are transformed once. Sizes
+    # of X that are not known count as large.
+    gain = 1 - _TRANSFORMS * (1 / w[0] + 1 / w[1])
+    known = [] if x is None else [size for size in x[2:] if size is not None]
+    if len(known) < 2:
+        return gain > 0
+    batch = x[0] or 1 if x is not None else 1
+    return batch * math.prod(-(-size // 2) for size in known) * gain > _FEWEST_TILES
 
 
 @operator("WinogradConv", **DECLARATION)
