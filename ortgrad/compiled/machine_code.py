@@ -29,6 +29,7 @@ _PARTS = (
     "processor.py",
     "products.py",
     "rows.py",
+    "transforms.py",
 )
 
 _lock = threading.RLock()

@@ -80,15 +80,15 @@ POINTS = 16
 ) = (0, *range(2, 13))
 # Positions that a task copies into a box, about.
 _POSITIONS = 1024
-# Tiles of a task: they fill tiles of rows, and squares that are transposed at once. Their transforms should
-# remain in the cache, and the weights be loaded for as many of them as possible.
-_TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 24, 48, 96, 1 << 13
+# Tiles of a task, about: their results fill squares that are transposed at once, their transforms should remain
+# in the cache, and the weights be loaded for as many of them as possible.
+_TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 8, 48, 96, 1 << 13
 # As many tasks as keep several threads busy.
 _TASKS = 8
 _TAPS = 9
 # Weights that do not fit into the cache, once transformed, are transformed by every task that uses them, if
 # these are few; and how many channels at a time.
-_LARGE, _FEW_UNITS, _CHANNELS_OF_LARGE = 1 << 14, 4, 128
+_LARGE, _FEW_UNITS, _CHANNELS_OF_LARGE = 1 << 14, 4, 64
 # How many channels a task transforms the weights of.
 _CHANNELS = 32
 
@@ -145,8 +145,8 @@ class Convolution(NamedTuple):
     @property
     def tiles_of_task(self) -> int:
         numbers = up(self.box.channels, TILE) + min(COLUMNS, up(self.filters, TILE))
-        most = max(_FEWEST_TILES, min(_MOST_TILES, _CACHED // numbers // _TILES * _TILES))
-        return min(most, up(self.tiles, _TILES))
+        wanted = max(_FEWEST_TILES, min(_MOST_TILES, _CACHED // numbers))
+        return up(-(-self.tiles // max(1, round(self.tiles / wanted))), _TILES)
 
     @property
     def units(self) -> int:
