@@ -80,8 +80,8 @@ POINTS = 16
 ) = (0, *range(2, 13))
 # Positions that a task copies into a box, about.
 _POSITIONS = 1024
-# Tiles of a task, about: their results fill squares that are transposed at once, their transforms should remain
-# in the cache, and the weights be loaded for as many of them as possible.
+# Tiles of a task, about: their results fill squares that are transposed at once, their transforms should
+# remain in the cache, and the weights be loaded for as many of them as possible.
 _TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 8, 48, 96, 1 << 13
 # As many tasks as keep several threads busy.
 _TASKS = 8

@@ -20,8 +20,8 @@ from ortgrad.ops.conv.forward import DECLARATION, dense_conv, dense_conv_body
 if TYPE_CHECKING:
     from ortgrad.ops.conv._compiled import Known
 
-# The time that the transforms of a tile's channel take, compared with what the products with a filter save, and
-# the number of tiles that save what the transforms of the weights take.
+# The time that the transforms of a tile's channel take, compared with what the products with a filter save,
+# and the number of tiles that save what the transforms of the weights take.
 _TRANSFORMS, _FEWEST_TILES = 13.5, 18
 
 
