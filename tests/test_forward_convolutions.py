@@ -17,6 +17,7 @@ from test_malformed_calls import Case
 
 import ortgrad
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, find_operator
+from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import dense_conv, is_fastest
 from ortgrad.passes import forward_convolutions
 from ortgrad.pipelines.prepare import prepare_loaded
@@ -107,8 +108,9 @@ ACTIVATIONS: dict[str, tuple[dict[str, float], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _replace_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small convolutions would be left to onnxruntime."""
+    """Small convolutions would be left to onnxruntime, and some would get another kernel."""
     monkeypatch.setattr(forward_convolutions, "is_fastest", lambda *_: True)
+    monkeypatch.setattr(winograd, "is_fastest", lambda *_: False)
 
 
 def make_arrays(geometry: Geometry, dtype: str) -> tuple[dict[str, np.ndarray], torch.Tensor]:
