@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -20,8 +21,7 @@ class _Job:
     """A function to be called on another thread."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._context = copy_context()
-        self._function = function
+        self._function: Callable[[], Any] = partial(copy_context().run, function)
         self._claim = threading.Lock()
         self._end = threading.Lock()
         self._end.acquire()
@@ -36,9 +36,12 @@ class _Job:
     def run(self) -> None:
         if self.claim():
             try:
-                self.result = self._context.run(self._function)
+                self.result = self._function()
             except BaseException as error:
                 self.error = error
+        # This thread still refers to the job when the waiting one goes on, which may then drop its last
+        # reference to an object of the function, such as a session.
+        self._function = _nothing
         # Set before the lock is released: the waiting thread may be interrupted right after it acquires it.
         self.finished = True
         self._end.release()
@@ -46,6 +49,10 @@ class _Job:
     def wait(self) -> None:
         if not self.finished:
             self._end.acquire()
+
+
+def _nothing() -> None:
+    """Take the place of a function that has been called."""
 
 
 class _Worker:
@@ -102,10 +109,12 @@ def call_elsewhere(function: Callable[[], Result], stop: Callable[[], Any] = nul
                     except BaseException:  # the caller's data must outlive the function
                         continue
         raise interruption
+    # The other thread may refer to the job for longer than the caller to the result.
     failure, job.error = job.error, None
+    result, job.result = job.result, None
     if failure is not None:
         raise failure
-    return job.result
+    return result
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,15 +17,16 @@ from ortgrad.compiled import machine_code
 from ortgrad.pipelines.prepare import Kernels
 
 GOLDEN = Path(__file__).parent / "golden"
+# Whether sessions with kernels="auto" run compiled kernels.
+COMPILES = machine_code.is_installed()
 # Without Numba, "auto" takes the place of "compiled".
-FASTEST: Kernels = "compiled" if machine_code.is_installed() else "auto"
+FASTEST: Kernels = "compiled" if COMPILES else "auto"
 KERNELS: tuple[Kernels, ...] = ("python", "onnx", FASTEST)
 # Those with which the body of a recurrence runs: "auto" is among KERNELS only without Numba.
 BODIES: tuple[Kernels, ...] = ("onnx", "auto")
 
-needs_numba = pytest.mark.skipif(
-    not machine_code.is_installed(), reason="kernels are compiled by Numba, which is optional"
-)
+# For tests of compiled kernels only. What others compute is tested without Numba as well.
+needs_numba = pytest.mark.skipif(not COMPILES, reason="kernels are compiled by Numba, which is optional")
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:

@@ -207,16 +207,26 @@ def test_gradient(name: str, dtype: str) -> None:
             assert_close(value, expected[output].astype(dtype))
 
 
-@support.needs_numba
+@pytest.mark.parametrize("kernels", ["python", "onnx"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_in_other_ways(name: str, kernels: str) -> None:
+    arrays, expected = make_arrays(GEOMETRIES[name], "float64")
+    session = ortgrad.InferenceSession(grad_model(GEOMETRIES[name], "float64"), kernels=kernels)
+    results = session.run(None, {name: arrays[name] for name in ("dY", "X", "W")})
+    for output, value in zip(("dX", "dW", "dB"), results, strict=True):
+        assert_close(value, expected[output])
+
+
+@pytest.mark.parametrize("kernels", support.KERNELS)
 @pytest.mark.parametrize(
     "outputs", [("dX", None, None), (None, "dW", None), (None, None, "dB"), ("dX", None, "dB")]
 )
 @pytest.mark.parametrize(
     "name", ["3x3", "channels of several strips", "2d of several strips with gaps", "several filters"]
 )
-def test_some_gradients(name: str, outputs: tuple[str | None, ...]) -> None:
+def test_some_gradients(name: str, outputs: tuple[str | None, ...], kernels: str) -> None:
     arrays, expected = make_arrays(GEOMETRIES[name], "float32")
-    session = ortgrad.InferenceSession(grad_model(GEOMETRIES[name], "float32", outputs), kernels="compiled")
+    session = ortgrad.InferenceSession(grad_model(GEOMETRIES[name], "float32", outputs), kernels=kernels)
     feeds = {value.name: arrays[value.name] for value in session.get_inputs()}
     for output, value in zip(filter(None, outputs), session.run(None, feeds), strict=True):
         assert_close(value, expected[output].astype(np.float32))

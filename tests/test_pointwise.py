@@ -11,6 +11,7 @@ import pytest
 import support
 import torch
 from compiled_support import checked_tasks
+from support import COMPILES, needs_numba
 from test_malformed_calls import Case
 
 import ortgrad
@@ -18,8 +19,6 @@ from ortgrad import nodes
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.pointwise import pointwise_conv_grad
 from ortgrad.pipelines.prepare import prepare_loaded
-
-pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
 
 # The shape of X, the number of filters, attributes
 CASES: dict[str, tuple[list[int], int, dict[str, Any]]] = {
@@ -79,11 +78,20 @@ def test_gradient(name: str, dtype: str) -> None:
     for dynamic in (False, True):
         model = model_of(name, dtype, dynamic=dynamic)
         prepared = prepare_loaded(model, "auto", bodies=False).graph.node
-        assert [(node.domain, node.op_type) for node in prepared] == [(INTERNAL_DOMAIN, "PointwiseConvGrad")]
-        session = ortgrad.InferenceSession(model)
-        for _ in range(2):
-            for output, value in zip(OUTPUTS, session.run(None, arrays), strict=True):
-                assert_close(value, expected[output])
+        used = [(node.domain, node.op_type) for node in prepared]
+        assert (used == [(INTERNAL_DOMAIN, "PointwiseConvGrad")]) == COMPILES
+        for kernels in ("auto", "python", "onnx"):
+            session = ortgrad.InferenceSession(model, kernels=kernels)
+            for _ in range(2):
+                for output, value in zip(OUTPUTS, session.run(None, arrays), strict=True):
+                    assert_close(value, expected[output])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_numpy_kernel(name: str) -> None:
+    arrays, expected = arrays_of(name, "float64")
+    for output, value in zip(OUTPUTS, pointwise_conv_grad(*arrays.values()), strict=True):
+        assert_close(value, expected[output])
 
 
 @pytest.mark.parametrize("name", ["one sample", "products are added up", "samples are joined"])
@@ -96,6 +104,7 @@ def test_one_gradient(name: str, wanted: str) -> None:
     assert_close(session.run(None, feeds)[0], expected[wanted])
 
 
+@needs_numba
 def test_no_kernel_reads_or_writes_outside_its_tensors() -> None:
     """Numba's checks raise an IndexError; a result that was not written is NaN."""
     for name, (shape, _, attributes) in CASES.items():
@@ -106,6 +115,7 @@ def test_no_kernel_reads_or_writes_outside_its_tensors() -> None:
             assert_close(value, expected[output])
 
 
+@needs_numba
 @pytest.mark.parametrize("name", ["products are added up", "samples are joined"])
 def test_results_do_not_depend_on_threads(name: str) -> None:
     arrays, _ = arrays_of(name, "float32")

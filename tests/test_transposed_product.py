@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,13 @@ import support
 import torch
 from compiled_support import checked_tasks
 from onnx import helper
+from support import COMPILES, needs_numba
 from test_malformed_calls import Case
 
 import ortgrad
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.transposed_product import FEWEST_TERMS, transposed_product
 from ortgrad.pipelines.prepare import prepare_loaded
-
-pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
 
 # Terms, rows, columns
 SIZES = [
@@ -76,6 +76,12 @@ def test_products(dtype: str) -> None:
             support.assert_close(actual, product_of(arrays), TOLERANCES[dtype])
 
 
+def test_the_numpy_kernel() -> None:
+    for sizes, (dtype, tolerance) in itertools.product(SIZES, TOLERANCES.items()):
+        arrays = arrays_of(*sizes, dtype)
+        support.assert_close(transposed_product(arrays["A"], arrays["B"]), product_of(arrays), tolerance)
+
+
 def test_the_gradient_of_weights_is_such_a_product() -> None:
     """MatMul over several leading dimensions, against PyTorch."""
     module = torch.nn.Linear(144, 200, bias=False).double()
@@ -96,7 +102,7 @@ def test_the_gradient_of_weights_is_such_a_product() -> None:
     )
     forward = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     model = ortgrad.build_gradient_model(forward, wrt=["x", "w"])
-    assert (INTERNAL_DOMAIN, "TransposedProduct") in prepared_nodes(model)
+    assert ((INTERNAL_DOMAIN, "TransposedProduct") in prepared_nodes(model)) == COMPILES
     session = ortgrad.InferenceSession(model)
     dx, dw = session.run(["x_grad", "w_grad"], {"x": x.detach().numpy()})
     assert x.grad is not None and module.weight.grad is not None
@@ -122,6 +128,7 @@ def test_other_products_stay(sizes: tuple[Any, ...], changes: dict[str, Any]) ->
     assert ("", "Gemm") in prepared_nodes(model_of(*sizes, **changes))
 
 
+@needs_numba
 def test_no_task_reads_or_writes_outside_its_tensors() -> None:
     """Numba's checks raise an IndexError; a result that was not written is NaN."""
     for sizes in SIZES:
@@ -132,6 +139,7 @@ def test_no_task_reads_or_writes_outside_its_tensors() -> None:
         support.assert_close(results[0], product_of(arrays), TOLERANCES["float32"])
 
 
+@needs_numba
 def test_results_do_not_depend_on_threads() -> None:
     arrays, results = arrays_of(200, 256, 128), []
     for count in (1, 2):
@@ -153,6 +161,7 @@ def test_numbers_that_are_not_finite(value: float, where: str) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
 
+@needs_numba
 def test_wrong_shapes_are_refused_and_the_next_run_works() -> None:
     arrays = arrays_of(80, 128, 200)
     session = ortgrad.InferenceSession(model_of("K", 128, 200))

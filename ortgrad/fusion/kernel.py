@@ -128,7 +128,7 @@ def _compute(program: Program, dtype: np.dtype, *arrays: np.ndarray, **_: Any) -
     for total in program.sums:
         value = values[total.value]
         with np.errstate(invalid="ignore", over="ignore"):
-            results.append(np.reshape(value.sum(total.axes), total.shape(value.shape)))
+            results.append(np.reshape(value.sum(total.axes, keepdims=True), total.shape(value.shape)))
     return tuple(results)
 
 
