@@ -483,9 +483,12 @@ def _dw_of_rows(
     if joins and isinstance(channels, int) and channels < _FEW_CHANNELS:
         columns = _joined_taps(op, form.padded(op, _samples_second(op, x, form)), form, first=2, axis=1)
         return op.Gemm(rows, op.Reshape(columns, [channels * taps, -1]), transB=1)
-    if joins:
+    if joins and _shares_columns(dy, filters, form):
         dw = op.Gemm(rows, columns_of(op, x, channels, form))
         return _taps_last(op, _swapped(op, dw, filters, taps, channels), filters, channels, taps)
+    if joins:
+        dw = op.MatMul(rows, _columns_by_tap(op, x, channels, form))
+        return _taps_last(op, dw, filters, channels, taps)
     # With the channels last, slices consist of long pieces.
     last = 1 + form.rank
     x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
@@ -527,15 +530,21 @@ def conv_of_columns(
     joins = _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
     if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
         return None
-    # With fewer rows, turning W costs more than what is saved.
-    samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
-    if samples * positions < 2 * filters and not _wastes_columns(samples, positions):
+    if not _shares_columns(dy, filters, form):
         return None
     assert form.outputs is not None
     by_filter = _swapped(op, _taps_first(op, w, filters, channels, taps), taps, filters, channels)
     y = op.Gemm(columns_of(op, x, channels, form), op.Flatten(by_filter, axis=1), b, transB=1)
     y = _shaped(op, y, _size(op, dy, 0), *form.outputs, filters)
     return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+
+
+def _shares_columns(dy: ir.Value, filters: Size, form: _Form) -> bool:
+    """Whether the convolution itself is faster as a product with the columns of X, too."""
+    samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
+    # With fewer rows, turning W costs more than what is saved.
+    enough = isinstance(filters, int) and samples * positions >= 2 * filters
+    return enough or _wastes_columns(samples, positions)
 
 
 def _wastes_columns(samples: int, positions: int) -> bool:
@@ -553,18 +562,37 @@ def columns_of(
 
     The last tap comes first with `backwards`.
     """
-    assert form.outputs is not None and form.pads is not None
-    samples, sizes = _size(op, x, 0), form.padded_sizes
-    # With the channels last, Gather copies long pieces, and on several threads, unlike Slice and Concat.
-    x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
-    x = _shaped(op, x, samples, math.prod(sizes), channels)
+    windows, taps = _places(form)
+    places = op.Add(windows.reshape(-1, 1), taps[::-1] if backwards else taps)
+    x = _shaped(op, _channels_last(op, x, form), _size(op, x, 0), math.prod(form.padded_sizes), channels)
+    return op.Flatten(op.Gather(x, places, axis=1), axis=2)
+
+
+def _columns_by_tap(op: Recorder, x: ir.Value, channels: Size, form: _Form) -> ir.Value:
+    """(taps, N * positions, C): the same for each tap; the number of samples must be known, too."""
+    windows, taps = _places(form)
+    samples, size = _known(x, 0) or 0, math.prod(form.padded_sizes)
+    rows = np.add.outer(size * np.arange(samples), windows).reshape(-1)
+    x = _shaped(op, _channels_last(op, x, form), samples * size, channels)
+    return op.Gather(x, op.Add(taps.reshape(-1, 1), rows), axis=0)
+
+
+def _channels_last(op: Recorder, x: ir.Value, form: _Form) -> ir.Value:
+    """X with its padding, and its channels behind the positions."""
+    # This way Gather copies long pieces, and on several threads, unlike Slice and Concat.
+    return form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
+
+
+def _places(form: _Form) -> tuple[np.ndarray, np.ndarray]:
+    """Where windows begin in a sample of the padded X, and where taps are in a window."""
+    assert form.outputs is not None
     windows, taps = (
-        np.ravel_multi_index(tuple(s * i for s, i in zip(steps, np.indices(counts), strict=True)), sizes)
+        np.ravel_multi_index(
+            tuple(s * i for s, i in zip(steps, np.indices(counts), strict=True)), form.padded_sizes
+        ).reshape(-1)
         for steps, counts in ((form.strides, form.outputs), (form.dilations, form.kernel))
     )
-    order = taps.reshape(-1)[::-1] if backwards else taps.reshape(-1)
-    places = op.Add(windows.reshape(-1, 1), order)
-    return op.Flatten(op.Gather(x, places, axis=1), axis=2)
+    return windows, taps
 
 
 def _taps_first(op: Recorder, w: ir.Value, filters: Size, channels: Size, taps: int) -> ir.Value:
