@@ -483,7 +483,7 @@ def _dw_of_rows(
     if joins and isinstance(channels, int) and channels < _FEW_CHANNELS:
         columns = _joined_taps(op, form.padded(op, _samples_second(op, x, form)), form, first=2, axis=1)
         return op.Gemm(rows, op.Reshape(columns, [channels * taps, -1]), transB=1)
-    if joins and _shares_columns(dy, filters, form):
+    if joins and _has_many_rows(dy, filters, form):
         dw = op.Gemm(rows, columns_of(op, x, channels, form))
         return _taps_last(op, _swapped(op, dw, filters, taps, channels), filters, channels, taps)
     if joins:
@@ -530,21 +530,27 @@ def conv_of_columns(
     joins = _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
     if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
         return None
-    if not _shares_columns(dy, filters, form):
-        return None
-    assert form.outputs is not None
-    by_filter = _swapped(op, _taps_first(op, w, filters, channels, taps), taps, filters, channels)
-    y = op.Gemm(columns_of(op, x, channels, form), op.Flatten(by_filter, axis=1), b, transB=1)
-    y = _shaped(op, y, _size(op, dy, 0), *form.outputs, filters)
-    return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
-
-
-def _shares_columns(dy: ir.Value, filters: Size, form: _Form) -> bool:
-    """Whether the convolution itself is faster as a product with the columns of X, too."""
     samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
-    # With fewer rows, turning W costs more than what is saved.
-    enough = isinstance(filters, int) and samples * positions >= 2 * filters
-    return enough or _wastes_columns(samples, positions)
+    many_rows = _has_many_rows(dy, filters, form)
+    if not many_rows and not _wastes_columns(samples, positions):
+        return None
+    by_tap = _taps_first(op, w, filters, channels, taps)
+    assert form.outputs is not None
+    if many_rows:
+        by_filter = op.Flatten(_swapped(op, by_tap, taps, filters, channels), axis=1)
+        y = op.Gemm(columns_of(op, x, channels, form), by_filter, b, transB=1)
+        y = _shaped(op, y, samples, *form.outputs, filters)
+        return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+    columns = op.Transpose(_columns_by_tap(op, x, channels, form), perm=[0, 2, 1])
+    y = op.ReduceSum(op.MatMul(by_tap, columns), [0], keepdims=0)
+    y = y if b is None else op.Add(y, op.Unsqueeze(b, [1]))
+    return op.Transpose(_shaped(op, y, filters, samples, *form.outputs), perm=[1, 0, *form.axes])
+
+
+def _has_many_rows(dy: ir.Value, filters: Size, form: _Form) -> bool:
+    """Whether W is so small beside the columns that sorting it by filter and tap costs little."""
+    samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
+    return isinstance(filters, int) and samples * positions >= 2 * filters
 
 
 def _wastes_columns(samples: int, positions: int) -> bool:
