@@ -45,7 +45,17 @@ OWN: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
     "pointwise": ((2, 16, 5, 5), (16, 16, 1, 1), {}),
     "many columns": ((2, 16, 70, 70), (16, 16, 3, 3), {}),
 }
-CASES = SHARED | OWN
+# The gradients are computed from columns of dY.
+TURNED: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
+    "turned, 1d": ((3, 64, 9), (6, 64, 3), {"pads": [2, 0]}),
+    "turned, 2d": ((2, 64, 5, 6), (8, 64, 3, 3), {"pads": [1, 1, 1, 1]}),
+    "turned, 2d-all": ((2, 65, 7, 6), (20, 65, 3, 2), {"pads": [1, 0, 2, 1], "dilations": [2, 1]}),
+    "turned, 3d": ((2, 64, 3, 4, 3), (6, 64, 2, 1, 3), {"pads": [0, 1, 0, 1, 0, 2]}),
+    "turned, padding beyond the kernel": ((1, 64, 4, 4), (12, 64, 1, 3), {"pads": [1, 3, 2, 0]}),
+    "turned, few rows": ((2, 64, 4, 4), (64, 64, 3, 3), {"pads": [1, 1, 1, 1]}),
+    "turned, same": ((2, 64, 6, 5), (15, 64, 3, 2), {"auto_pad": "SAME_LOWER", "strides": [1, 1]}),
+}
+CASES = SHARED | OWN | TURNED
 
 
 def forward(
@@ -151,7 +161,7 @@ def test_gradients(name: str, bias: bool, batch: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SHARED | OWN)
 def test_which_share(name: str) -> None:
     x, w, attributes = CASES[name]
     built = ortgrad.build_gradient_model(
@@ -161,9 +171,22 @@ def test_which_share(name: str) -> None:
     # The gradient towards X of a pointwise convolution is a Conv, too.
     assert prepared["Conv"] == (0 if name in SHARED else 2 if name == "pointwise" else 1)
     if name in SHARED:
-        assert prepared["Gather"] == 1
+        # Two sort W and dW, or none does.
+        assert prepared["Gather"] in (1, 3)
     # The kernels of ConvGrad make their own columns.
     assert operators(built, "python")["Conv"] == 1
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_columns_of_dy_are_shared(name: str) -> None:
+    x, w, attributes = TURNED[name]
+    built = ortgrad.build_gradient_model(
+        forward(x, w, attributes, bias=True, batch=x[0]), wrt=["x", "w", "b"]
+    )
+    prepared = operators(built)
+    assert prepared["ConvTranspose"] == prepared["Col2Im"] == 0
+    # Of dY; and of X with W, where the convolution is a product, too.
+    assert prepared["Gather"] == (1 if prepared["Conv"] else 3)
 
 
 def test_only_with_the_gradient_of_the_weights() -> None:
@@ -188,7 +211,8 @@ def test_two_convolutions_of_one_tensor() -> None:
             a = Conv(x, v) b = Conv(x, w) y = Mul(a, b) }"""
     built = ortgrad.build_gradient_model(onnx.parser.parse_model(text), wrt=["v", "w"], of=["y"])
     counts = operators(built)
-    assert (counts["Conv"], counts["Gather"]) == (0, 1)
+    # The columns of x, and what sorts both weights and their gradients.
+    assert (counts["Conv"], counts["Gather"]) == (0, 1 + 4)
     generator = np.random.default_rng(0)
     arrays = {
         name: generator.standard_normal(shape, dtype=np.float32)

@@ -1,9 +1,9 @@
 """Replaces gradient nodes by their bodies, and convolutions that can share the work of these bodies.
 
-The gradient towards the weights of a small convolution is a product with the columns of its input. The
-convolution itself is then a product with the same columns. On several threads that is faster than
-onnxruntime's Conv, which copies the columns of one sample after the other on one thread if there are more
-filters than positions.
+The gradient towards the weights of a small convolution is a product with columns of its input, or of the
+gradient of its output. The convolution itself is then a product with the columns of its input, too. On
+several threads that is faster than onnxruntime's Conv, which copies the columns of one sample after the other
+on one thread if there are more filters than positions.
 """
 
 from __future__ import annotations

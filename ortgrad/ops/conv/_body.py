@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # With fewer input channels than this, one product for all taps is faster than one for each.
 _FEW_CHANNELS = 16
+# With at least this many, a product with columns of dY is faster than ConvTranspose.
+_MANY_CHANNELS = 64
 # A kernel with more taps than this is not written out tap by tap: the time in which onnxruntime loads a model
 # grows with the square of the number of nodes, and above 7x7 it runs slower, too.
 _MANY_TAPS = 49
@@ -59,9 +61,10 @@ def conv_grad_body(
     if op.checked:
         sizes = op.Shape(x, start=2) if None in form.sizes else [n for n in form.sizes if n is not None]
         dy = require_outputs(op, dy, sizes, kernel, **attributes)
+    turns = wanted[0] and _turns(dy, w, form)
     return (
-        _dx(op, dy, x, w, form) if wanted[0] else None,
-        _dw(op, dy, x, w, form) if wanted[1] else None,
+        (_dx_of_turned if turns else _dx)(op, dy, x, w, form) if wanted[0] else None,
+        (_dw_of_turned if turns else _dw)(op, dy, x, w, form) if wanted[1] else None,
         op.ReduceSum(dy, [0, *form.axes], keepdims=0) if wanted[2] else None,
     )
 
@@ -263,6 +266,50 @@ def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir
     return dx
 
 
+def _turns(dy: ir.Value, w: ir.Value, form: _Form) -> bool:
+    """Whether products with columns of dY are faster, for dX and dW together."""
+    single = dy.dtype is not None and dy.dtype.name == "FLOAT"
+    taps = math.prod(form.kernel)
+    if not single or form.group > 1 or max(form.strides) > 1 or not 1 < taps <= _MANY_TAPS:
+        return False
+    samples, filters, channels = _known(dy, 0), _known(w, 0), _known(w, 1)
+    if not samples or not filters or not channels or form.outputs is None or 0 in form.sizes:
+        return False
+    # With more filters than channels, the columns of X are smaller. With few rows, turning W costs more than
+    # what is saved.
+    rows = samples * math.prod(n or 0 for n in form.sizes)
+    wide = channels >= _MANY_CHANNELS and channels >= filters
+    return wide and filters <= 2 * rows and rows * filters * taps <= _COLUMNS
+
+
+def _turned_columns(op: Recorder, dy: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """(N * positions of X, taps * M): for each position of X, what of dY depends on it, by tap."""
+    assert form.outputs is not None and form.pads is not None
+    heads, tails = (
+        tuple(e - 1 - pad for e, pad in zip(form.extents, pads, strict=True)) for pads in form.pads
+    )
+    turned = replace(form, sizes=form.outputs, pads=(heads, tails))
+    return columns_of(op, dy, _size(op, w, 0), turned, backwards=True)
+
+
+def _dx_of_turned(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """The columns of dY @ W: the convolution of dY with the kernel turned around."""
+    filters, channels = _size(op, w, 0), _size(op, w, 1)
+    by_tap = _taps_first(op, w, filters, channels, math.prod(form.kernel))
+    dx = op.Gemm(_turned_columns(op, dy, w, form), op.Flatten(by_tap, axis=2))
+    dx = _shaped(op, dx, _size(op, x, 0), *(n or 0 for n in form.sizes), channels)
+    return op.Transpose(dx, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+
+
+def _dw_of_turned(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: _Form) -> ir.Value:
+    """X @ the same columns of dY"""
+    filters, channels = _size(op, w, 0), _size(op, w, 1)
+    rows = op.Flatten(op.Transpose(x, perm=[0, *form.axes, 1]), axis=1 + form.rank)
+    dw = op.Gemm(_turned_columns(op, dy, w, form), rows, transA=1)
+    dw = _taps_last(op, dw, filters, channels, math.prod(form.kernel))
+    return _shaped(op, dw, filters, channels, *form.kernel)
+
+
 def _joins_positions(dy: ir.Value, w: ir.Value, form: _Form) -> bool:
     """Whether one product for all samples is faster than those that ConvTranspose computes."""
     single = dy.dtype is not None and dy.dtype.name == "FLOAT"
@@ -436,9 +483,12 @@ def _dw_of_rows(
     if joins and isinstance(channels, int) and channels < _FEW_CHANNELS:
         columns = _joined_taps(op, form.padded(op, _samples_second(op, x, form)), form, first=2, axis=1)
         return op.Gemm(rows, op.Reshape(columns, [channels * taps, -1]), transB=1)
-    if joins:
+    if joins and _has_many_rows(dy, filters, form):
         dw = op.Gemm(rows, columns_of(op, x, channels, form))
-        return op.Transpose(_shaped(op, dw, filters, taps, channels), perm=[0, 2, 1])
+        return _taps_last(op, _swapped(op, dw, filters, taps, channels), filters, channels, taps)
+    if joins:
+        dw = op.MatMul(rows, _columns_by_tap(op, x, channels, form))
+        return _taps_last(op, dw, filters, channels, taps)
     # With the channels last, slices consist of long pieces.
     last = 1 + form.rank
     x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
@@ -468,7 +518,7 @@ def conv_of_columns(
     kernel_shape: list[int] | None,
     **attributes: Any,
 ) -> ir.Value | None:
-    """Y = the columns of X @ W + B, if dW is computed from these columns; otherwise None"""
+    """Y = the columns of X @ W + B, if these are small or dW is computed from them; otherwise None"""
     filters, channels = _known(w, 0), _known(w, 1)
     if group > 1 or not has_known_kernel(w) or filters is None or channels is None:
         return None
@@ -480,15 +530,27 @@ def conv_of_columns(
     joins = _joins_samples(dy, filters, channels, form) and _joins_taps(dy, filters, channels, form)
     if not joins or channels < _FEW_CHANNELS or not 1 < taps <= _MANY_TAPS:
         return None
-    # With fewer rows, turning W costs more than what is saved.
     samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
-    if samples * positions < 2 * filters and not _wastes_columns(samples, positions):
+    many_rows = _has_many_rows(dy, filters, form)
+    if not many_rows and not _wastes_columns(samples, positions):
         return None
+    by_tap = _taps_first(op, w, filters, channels, taps)
     assert form.outputs is not None
-    by_tap = op.Flatten(op.Transpose(_shaped(op, w, filters, channels, taps), perm=[0, 2, 1]), axis=1)
-    y = op.Gemm(columns_of(op, x, channels, form), by_tap, b, transB=1)
-    y = _shaped(op, y, _size(op, dy, 0), *form.outputs, filters)
-    return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+    if many_rows:
+        by_filter = op.Flatten(_swapped(op, by_tap, taps, filters, channels), axis=1)
+        y = op.Gemm(columns_of(op, x, channels, form), by_filter, b, transB=1)
+        y = _shaped(op, y, samples, *form.outputs, filters)
+        return op.Transpose(y, perm=[0, 1 + form.rank, *range(1, 1 + form.rank)])
+    columns = op.Transpose(_columns_by_tap(op, x, channels, form), perm=[0, 2, 1])
+    y = op.ReduceSum(op.MatMul(by_tap, columns), [0], keepdims=0)
+    y = y if b is None else op.Add(y, op.Unsqueeze(b, [1]))
+    return op.Transpose(_shaped(op, y, filters, samples, *form.outputs), perm=[1, 0, *form.axes])
+
+
+def _has_many_rows(dy: ir.Value, filters: Size, form: _Form) -> bool:
+    """Whether W is so small beside the columns that sorting it by filter and tap costs little."""
+    samples, positions = _known(dy, 0) or 0, form.positions(dy) or 0
+    return isinstance(filters, int) and samples * positions >= 2 * filters
 
 
 def _wastes_columns(samples: int, positions: int) -> bool:
@@ -499,25 +561,64 @@ def _wastes_columns(samples: int, positions: int) -> bool:
     return positions > 1 and samples * (-positions % _VECTOR) >= 3 * _VECTOR
 
 
-def columns_of(op: Recorder, x: ir.Value, channels: Size, form: _Form) -> ir.Value:
-    """(N * positions, taps * C): what each window reads of X, whose sizes must be known."""
-    assert form.outputs is not None and form.pads is not None
-    samples, sizes = _size(op, x, 0), form.padded_sizes
-    # With the channels last, Gather copies long pieces, and on several threads, unlike Slice and Concat.
-    x = form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
-    x = _shaped(op, x, samples, math.prod(sizes), channels)
+def columns_of(
+    op: Recorder, x: ir.Value, channels: Size, form: _Form, *, backwards: bool = False
+) -> ir.Value:
+    """(N * positions, taps * C): what each window reads of X, whose sizes must be known.
+
+    The last tap comes first with `backwards`.
+    """
+    windows, taps = _places(form)
+    places = op.Add(windows.reshape(-1, 1), taps[::-1] if backwards else taps)
+    x = _shaped(op, _channels_last(op, x, form), _size(op, x, 0), math.prod(form.padded_sizes), channels)
+    return op.Flatten(op.Gather(x, places, axis=1), axis=2)
+
+
+def _columns_by_tap(op: Recorder, x: ir.Value, channels: Size, form: _Form) -> ir.Value:
+    """(taps, N * positions, C): the same for each tap; the number of samples must be known, too."""
+    windows, taps = _places(form)
+    samples, size = _known(x, 0) or 0, math.prod(form.padded_sizes)
+    rows = np.add.outer(size * np.arange(samples), windows).reshape(-1)
+    x = _shaped(op, _channels_last(op, x, form), samples * size, channels)
+    return op.Gather(x, op.Add(taps.reshape(-1, 1), rows), axis=0)
+
+
+def _channels_last(op: Recorder, x: ir.Value, form: _Form) -> ir.Value:
+    """X with its padding, and its channels behind the positions."""
+    # This way Gather copies long pieces, and on several threads, unlike Slice and Concat.
+    return form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
+
+
+def _places(form: _Form) -> tuple[np.ndarray, np.ndarray]:
+    """Where windows begin in a sample of the padded X, and where taps are in a window."""
+    assert form.outputs is not None
     windows, taps = (
-        np.ravel_multi_index(tuple(s * i for s, i in zip(steps, np.indices(counts), strict=True)), sizes)
+        np.ravel_multi_index(
+            tuple(s * i for s, i in zip(steps, np.indices(counts), strict=True)), form.padded_sizes
+        ).reshape(-1)
         for steps, counts in ((form.strides, form.outputs), (form.dilations, form.kernel))
     )
-    places = op.Add(windows.reshape(-1, 1), taps.reshape(-1))
-    return op.Flatten(op.Gather(x, places, axis=1), axis=2)
+    return windows, taps
+
+
+def _taps_first(op: Recorder, w: ir.Value, filters: Size, channels: Size, taps: int) -> ir.Value:
+    """(M, C, ...) as (taps, M, C)"""
+    return op.Transpose(_shaped(op, w, filters, channels, taps), perm=[2, 0, 1])
 
 
 def _taps_last(op: Recorder, dw: ir.Value, filters: Size, channels: Size, taps: int) -> ir.Value:
     """(taps, M, C) as (M, C, taps)"""
     # onnxruntime is quick at moving a single axis.
     return op.Transpose(_shaped(op, dw, taps, filters, channels), perm=[1, 2, 0]) if taps > 1 else dw
+
+
+def _swapped(op: Recorder, value: ir.Value, first: Size, second: Size, last: Size) -> ir.Value:
+    """(first, second, last) as (second, first, last)"""
+    # onnxruntime would merge a Transpose with the one that moves the taps, into one that is slow on several
+    # threads: it starts them again for each filter.
+    assert isinstance(first, int) and isinstance(second, int)
+    rows = op.Add(np.arange(second).reshape(-1, 1), second * np.arange(first))
+    return op.Gather(_shaped(op, value, first * second, last), rows, axis=0)
 
 
 def _samples_second(op: Recorder, value: ir.Value, form: _Form) -> ir.Value:
