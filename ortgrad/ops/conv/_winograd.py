@@ -62,8 +62,8 @@ POINTS = 16
 ) = (0, 1, 2, 4, 5, 6, 7, 8, 9, 10)
 # Places of the numbers of a convolution: the sizes of the result, the tiles of a task and the number of tasks
 # for all tiles, and the blocks of columns of a task. Then whether a task transforms the weights itself, and
-# how many channels at a time; the tasks that transform weights, if not; how far apart the kernels of filters
-# and of channels are; and whether kernels are turned.
+# how many channels at a time; how far apart the kernels of filters and of channels are; and whether kernels
+# are turned.
 (
     OUTPUT,
     FILTERS,
@@ -72,12 +72,11 @@ POINTS = 16
     BLOCKS,
     OWN_WEIGHTS,
     TOGETHER,
-    WEIGHT_TASKS,
     FILTER_STRIDE,
     CHANNEL_STRIDE,
     TURNED,
     CONVOLUTION_FIELDS,
-) = (0, *range(2, 13))
+) = (0, *range(2, 12))
 # Positions that a task copies into a box, about.
 _POSITIONS = 1024
 # Tiles of a task, about: their results fill squares that are transposed at once, their transforms should
@@ -94,6 +93,7 @@ _CHANNELS = 32
 
 
 def up(number: int, unit: int) -> int:
+    """The next multiple of a unit."""
     return -(-number // unit) * unit
 
 
@@ -186,7 +186,7 @@ class Convolution(NamedTuple):
         together = min(channels, _CHANNELS_OF_LARGE if own else TERMS)
         strides = (1, self.filters) if self.turned else (channels, 1)
         division = (self.tiles_of_task, self.units, self.blocks_of_task)
-        weights = (int(own), together, self.weight_tasks, *strides, int(self.turned))
+        weights = (int(own), together, *strides, int(self.turned))
         return [*self.outputs, self.filters, *division, *weights]
 
 
