@@ -16,25 +16,17 @@ import numpy as np
 
 from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double
 from ortgrad.operators.compiled import Matrix, Plan, Product
-from ortgrad.operators.declaration import INTERNAL_DOMAIN, operator
+from ortgrad.operators.declaration import operator
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 from ortgrad.ops._transposition import turn
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv import _body, _numpy
 from ortgrad.ops.conv._few_positions import few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
-from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
+from ortgrad.ops.conv.conv import DECLARATION
 
 
-@operator(
-    "PointwiseConvGrad",
-    domain=INTERNAL_DOMAIN,
-    inputs=["dY", "X", "W"],
-    outputs=["dX?", "dW?", "dB?"],
-    shapes=conv_grad.shapes,
-    dims=conv_grad.dims,
-    attributes=ATTRIBUTES,
-)
+@operator("PointwiseConvGrad", **DECLARATION)
 def pointwise_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray | None, ...]:
     """ConvGrad for a kernel with one tap, without strides, pads and groups"""
     return _numpy.conv_grad(*arrays, **attributes)

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, double, transpose
+from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, transpose
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import Windows, windows
-from ortgrad.ops.conv._compiled_dw import aligned, weights_task
+from ortgrad.ops.conv._compiled_dw import aligned, sum_of_filter, weights_task
 from ortgrad.ops.conv._compiled_dx import channels_task
 from ortgrad.ops.conv._few_positions import DW_IS_FEW, DX_IS_FEW, few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
@@ -460,14 +460,7 @@ def conv_grad_task(
             return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
         return weights_task(task, x, dw, x_boxes, turned, geometry, offsets, ranges)
     task -= geometry[DW_TASKS]
-    filters, positions = geometry[FILTERS] * geometry[GROUPS], len(dy) // geometry[SAMPLES]
-    positions //= filters
+    filters = geometry[FILTERS] * geometry[GROUPS]
     for m in range(task * geometry[DB_FILTERS], min((task + 1) * geometry[DB_FILTERS], filters)):
-        total = double(0.0)
-        for sample in range(geometry[SAMPLES]):
-            place = (sample * filters + m) * positions
-            values = dy[place : place + positions]
-            for k in range(positions):
-                total += double(values[k])
-        db[m] = total
+        db[m] = sum_of_filter(m, dy, geometry[SAMPLES], filters)
     return False

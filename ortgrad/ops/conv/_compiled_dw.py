@@ -10,6 +10,7 @@ from ortgrad.compiled.functions import (
     add_products,
     allocate,
     allocate_integers,
+    double,
     release,
     transpose,
 )
@@ -39,6 +40,18 @@ from ortgrad.ops.conv._geometry import (
 def aligned(array: np.ndarray) -> np.ndarray:
     """The array without its first elements, up to one at the beginning of a cache line."""
     return array[(TILE - array.ctypes.data // array.itemsize % TILE) % TILE :]
+
+
+def sum_of_filter(m: int, dy: np.ndarray, samples: int, filters: int) -> float:
+    """dB of a filter, in double precision."""
+    positions = len(dy) // (samples * filters)
+    total = double(0.0)
+    for sample in range(samples):
+        place = (sample * filters + m) * positions
+        values = dy[place : place + positions]
+        for k in range(positions):
+            total += double(values[k])
+    return total
 
 
 def weights_task(

@@ -19,14 +19,13 @@ from ortgrad.compiled.functions import (
     add_products,
     allocate,
     allocate_integers,
-    double,
     release,
     transform,
     transpose,
 )
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._windows import windows
-from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.ops.conv._compiled_dw import aligned, sum_of_filter
 from ortgrad.ops.conv._geometry import COLUMNS
 from ortgrad.ops.conv._winograd import (
     BOX_CHANNELS,
@@ -172,15 +171,7 @@ def differentiate(
     if task < geometry[_DW_TASKS]:
         return _add_tiles(task, dy_boxes, x_boxes, dw, sums, geometry)
     task -= geometry[_DW_TASKS]
-    filters, samples = geometry[_DY + BOX_CHANNELS], geometry[_DY + BOX_SAMPLES]
-    positions = geometry[_DY + BOX_SIZE] * geometry[_DY + BOX_SIZE + 1]
-    total = double(0.0)
-    for sample in range(samples):
-        place = (sample * filters + task) * positions
-        values = dy[place : place + positions]
-        for k in range(positions):
-            total += double(values[k])
-    db[task] = total
+    db[task] = sum_of_filter(task, dy, geometry[_DY + BOX_SAMPLES], geometry[_DY + BOX_CHANNELS])
     return False
 
 

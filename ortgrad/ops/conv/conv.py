@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.operators.declaration import Choice, Operand, Shape, operator
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import AUTO_PADS, per_dimension, spatial
 from ortgrad.ops.conv import _body, _compiled, _numpy
 
@@ -37,15 +37,17 @@ def _dims(*, group: int, kernel_shape: list[int] | None, **_: Any) -> dict[str, 
     return {"dY": f"N {group}*M {y}", "X": f"N {group}*C {x}", "W": f"{group}*M C {kernel}"}
 
 
-conv_grad = operator(
-    "ConvGrad",
-    inputs=["dY", "X", "W"],
-    outputs=["dX?", "dW?", "dB?"],
-    shapes=_shapes,
-    dims=_dims,
-    attributes=ATTRIBUTES,
-)(_numpy.conv_grad)
+_TENSORS: Mapping[str, Any] = {
+    "inputs": ["dY", "X", "W"],
+    "outputs": ["dX?", "dW?", "dB?"],
+    "shapes": _shapes,
+    "dims": _dims,
+    "attributes": ATTRIBUTES,
+}
+conv_grad = operator("ConvGrad", **_TENSORS)(_numpy.conv_grad)
 conv_grad.onnx(_body.conv_grad_body)
+# That of operators for some of its nodes, in sessions with compiled kernels.
+DECLARATION: Mapping[str, Any] = {"domain": INTERNAL_DOMAIN, **_TENSORS}
 
 
 def is_depthwise(w: Shape | None, group: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
 from ortgrad.ops._windows import spatial, windows
 from ortgrad.ops.conv import _body, _depthwise, _numpy
-from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
+from ortgrad.ops.conv.conv import ATTRIBUTES, DECLARATION
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -22,15 +22,7 @@ if TYPE_CHECKING:
     from ortgrad.graph.recorder import Recorder
 
 
-@operator(
-    "DepthwiseConvGrad",
-    domain=INTERNAL_DOMAIN,
-    inputs=["dY", "X", "W"],
-    outputs=["dX?", "dW?", "dB?"],
-    shapes=conv_grad.shapes,
-    dims=conv_grad.dims,
-    attributes=ATTRIBUTES,
-)
+@operator("DepthwiseConvGrad", **DECLARATION)
 def depthwise_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray | None, ...]:
     """ConvGrad for one channel per group"""
     return _numpy.conv_grad(*arrays, **attributes)

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
-from ortgrad.operators.declaration import INTERNAL_DOMAIN, operator
-from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad
-from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
-from ortgrad.ops.conv.forward import DECLARATION, dense_conv, dense_conv_body
+from ortgrad.operators.declaration import operator
+from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad, conv, forward
 
 if TYPE_CHECKING:
     from ortgrad.ops.conv._compiled import Known
@@ -45,27 +43,19 @@ def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
     return batch * math.prod(-(-size // 2) for size in known) * gain > _FEWEST_TILES
 
 
-@operator("WinogradConv", **DECLARATION)
+@operator("WinogradConv", **forward.DECLARATION)
 def winograd_conv(*arrays: np.ndarray | None, **attributes: Any) -> np.ndarray:
     """Y = activation(Conv(X, W, B) + Z) for a kernel of 3x3"""
-    return dense_conv.kernel(*arrays, **attributes)
+    return forward.dense_conv.kernel(*arrays, **attributes)
 
 
-winograd_conv.onnx(dense_conv_body)
+winograd_conv.onnx(forward.dense_conv_body)
 winograd_conv.compiled(
     views=[1] * 5, scratch=[1, 1], plan=_winograd_forward.plan, first=_winograd_forward.prepare
 )(_winograd_forward.convolve)
 
 
-@operator(
-    "WinogradConvGrad",
-    domain=INTERNAL_DOMAIN,
-    inputs=["dY", "X", "W"],
-    outputs=["dX?", "dW?", "dB?"],
-    shapes=conv_grad.shapes,
-    dims=conv_grad.dims,
-    attributes=ATTRIBUTES,
-)
+@operator("WinogradConvGrad", **conv.DECLARATION)
 def winograd_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray | None, ...]:
     """ConvGrad for a kernel of 3x3"""
     return _numpy.conv_grad(*arrays, **attributes)
