@@ -133,10 +133,12 @@ def _send(pipe: IO[bytes], line: bytes) -> None:
 
 def work() -> None:
     """Compile kernels as a worker: the texts are a line of stdin, which ends only with the other process."""
+    import gc
     import signal
 
     from ortgrad.compiled import machine_code
 
+    gc.disable()  # it would look through all of Numba again and again, and find little
     # The other process decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     share = json.loads(sys.stdin.buffer.readline())
