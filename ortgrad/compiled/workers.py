@@ -136,9 +136,9 @@ def work() -> None:
     import gc
     import signal
 
-    from ortgrad.compiled import machine_code
+    from ortgrad.compiled import compiler, machine_code  # noqa: F401  (imports Numba)
 
-    gc.disable()  # it would look through all of Numba again and again, and find little
+    gc.freeze()  # it would look through all of Numba again and again
     # The other process decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     share = json.loads(sys.stdin.buffer.readline())
