@@ -19,10 +19,15 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         InferenceSession(arguments.model, kernels="compiled")
     else:
-        for operator in all_operators(internal=True):
-            if operator.compiled_kernel is not None:
-                for variant in operator.variants():
-                    machine_code.block(operator.compiled_kernel, [*variant.inputs, *variant.outputs])
+        kernels = [
+            (operator.compiled_kernel, [*variant.inputs, *variant.outputs])
+            for operator in all_operators(internal=True)
+            if operator.compiled_kernel is not None
+            for variant in operator.variants()
+        ]
+        machine_code.compile_all(kernels)
+        for kernel, dtypes in kernels:
+            machine_code.block(kernel, dtypes)
     seconds = time.perf_counter() - start
     print(f"the kernels are compiled ({seconds:.1f} s) and kept in {cache.folder()}")
     return 0

@@ -29,6 +29,24 @@ def folder() -> Path:
     return Path(base) / "ortgrad"
 
 
+def has(key: str) -> bool:
+    """Return whether something was written under a key."""
+    try:
+        return _path(key).exists()
+    except (OSError, RuntimeError):
+        return False
+
+
+def is_writable() -> bool:
+    """Return whether what is written can be read by other processes."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder()):
+            return True
+    except (OSError, RuntimeError):
+        return False
+
+
 def read(key: str) -> bytes | None:
     """Return what was written under a key; None if there is nothing, or if the file is damaged."""
     try:

@@ -11,15 +11,15 @@ _PATIENCE = 1.0  # seconds of compilation before something is shown
 
 
 class Progress:
-    """Shows which kernel is being compiled, once compilation has taken a second."""
+    """Shows which kernel is being compiled, once compilation has taken a second, or if it surely will."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     @contextmanager
-    def compiling(self, name: str) -> Iterator[None]:
-        """Within this context, a kernel is compiled."""
-        if self._seconds > _PATIENCE and sys.stderr is not None:
+    def compiling(self, name: str, seconds: float = 0.0) -> Iterator[None]:
+        """Within this context, a kernel is compiled, which is known to take some seconds."""
+        if self._seconds + seconds > _PATIENCE and sys.stderr is not None:
             print(f"ortgrad: compiling {name}, once for this machine", file=sys.stderr, flush=True)
         start = time.perf_counter()
         try:

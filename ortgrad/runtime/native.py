@@ -47,6 +47,7 @@ from ortgrad.runtime.c_api import (
 from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
 from ortgrad.runtime.evaluate import declared_shapes, describe, evaluate, kernel_error
 from ortgrad.runtime.plans import State
+from ortgrad.threads import call_elsewhere
 
 _NO_ROOM = "RecursionError around a kernel of ortgrad: there is no room left to report more"
 _SPARES = 16
@@ -120,6 +121,21 @@ def owned_by(owner: Owner) -> Iterator[None]:
         yield
     finally:
         _local.owner = before
+
+
+def compile_kernels(owner: Owner) -> None:
+    """Compile what the owner's kernels need, all together, after onnxruntime has created them."""
+    kernels = [kernel for kernel in owner.kernels if isinstance(kernel, _Kernel) and kernel.to_compile]
+    if not kernels:
+        return
+    machine_code.compile_all([kernel.to_compile for kernel in kernels if kernel.to_compile])
+
+    def load() -> None:
+        for kernel in kernels:
+            kernel.compile()
+
+    # LLVM and Numba are not to be interrupted by signals.
+    call_elsewhere(load)
 
 
 @functools.cache
@@ -243,10 +259,14 @@ class _Kernel(Entrances):
         self._call = call  # or why there is none
         self._owner = None if owner is None else weakref.ref(owner)
         self._state: State | None = None
+        # What is to be compiled, with its element types and its products.
+        self._waiting: tuple[CompiledKernel, list[str], Products | None] | None = None
         if machine_code.entry() is not None:
             self._state = State(api.address, address_of(_python_compute()), self)
             if owner is None or owner.compiles:
-                self._compile(self._state, info)
+                self._waiting = self._find_compiled(info)
+            if owner is None:
+                self.compile()
         self.refill(self._entrance)
 
     @property
@@ -254,22 +274,35 @@ class _Kernel(Entrances):
         """What onnxruntime passes to KernelComputeV2: the state if that is compiled, else this object."""
         return id(self) if self._state is None else self._state.address
 
-    def _compile(self, state: State, info: int) -> None:
+    @property
+    def to_compile(self) -> tuple[CompiledKernel, list[str]] | None:
+        """The compiled kernel that the node waits for, and the types of its elements."""
+        return None if self._waiting is None else self._waiting[:2]
+
+    def _find_compiled(self, info: int) -> tuple[CompiledKernel, list[str], Products | None] | None:
         compiled = self._native.operator.compiled_kernel
-        if compiled is not None and isinstance(self._call, Call):
-            dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
-            if any(dtypes[row.parameter] != "int64" for row in self._call.contract.rows if row.contents):
-                # Compiled code reads shapes, which belong to the key of a plan, as int64.
-                return
-            try:
-                block = machine_code.block(compiled, dtypes)
-            except Exception as error:
-                # No exception may reach native code. The node fails with this reason when it runs.
-                kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
-                self._call = NodeError(f"{self._call.node}: {kind}{error}")
-            else:
-                products = self._products(compiled, dtypes, info)
-                state.use(compiled, self._call, block, self._api.memory, products)
+        if compiled is None or not isinstance(self._call, Call):
+            return None
+        dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
+        if any(dtypes[row.parameter] != "int64" for row in self._call.contract.rows if row.contents):
+            # Compiled code reads shapes, which belong to the key of a plan, as int64.
+            return None
+        return compiled, dtypes, self._products(compiled, dtypes, info)
+
+    def compile(self) -> None:
+        """Compile what the node waits for."""
+        if self._waiting is None:
+            return
+        (compiled, dtypes, products), self._waiting = self._waiting, None
+        assert self._state is not None and isinstance(self._call, Call)
+        try:
+            block = machine_code.block(compiled, dtypes)
+        except Exception as error:
+            # No exception may reach native code. The node fails with this reason when it runs.
+            kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
+            self._call = NodeError(f"{self._call.node}: {kind}{error}")
+        else:
+            self._state.use(compiled, self._call, block, self._api.memory, products)
 
     def _products(self, compiled: CompiledKernel, dtypes: Sequence[str], info: int) -> Products | None:
         if not compiled.products:
@@ -330,6 +363,7 @@ class _Kernel(Entrances):
     def _compute(self, context: int) -> None:
         while len(_spares) < _SPARES:
             _spares.append(_status(self._api, _NO_ROOM))
+        self.compile()  # onnxruntime may run nodes with constant inputs while it makes the session
         if isinstance(self._call, Exception):
             raise self._call
         inputs = self._inputs(context)

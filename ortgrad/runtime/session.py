@@ -156,6 +156,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
         call_elsewhere(owned)
+        native.compile_kernels(self._monitor)
 
     def run(
         self,

@@ -1,0 +1,288 @@
+"""Compilation by several processes: who compiles what, and what happens if a process fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ortgrad
+from ortgrad.compiled import cache, machine_code, workers
+from ortgrad.compiled.progress import Progress
+from ortgrad.compiled.source import Function, Source
+from ortgrad.operators.compiled import CompiledKernel
+
+pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
+
+TYPES = ["float32"] * 3
+
+
+def times(dy: float, x: float) -> float:
+    return dy * x
+
+
+def plus(dy: float, x: float) -> float:
+    return dy + x
+
+
+class Compilation:
+    """What this process compiles, and the workers that it starts."""
+
+    def __init__(self) -> None:
+        self.here: list[Source] = []
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.kernels = [(CompiledKernel(function, 3), TYPES) for function in (times, plus)]
+
+    def run(self) -> None:
+        machine_code.compile_all(self.kernels)
+        assert all(machine_code.block(kernel, types) for kernel, types in self.kernels)
+        assert all(process.poll() is not None for process in self.started)
+
+
+@pytest.fixture
+def compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilation]:
+    found = Compilation()
+    compile_block, start = machine_code._compile_block, workers._start
+
+    def counted_compile(source: Source) -> bytes:
+        found.here.append(source)
+        return compile_block(source)
+
+    def counted_start(share: Any) -> subprocess.Popen[bytes]:
+        found.started.append(start(share))
+        return found.started[-1]
+
+    monkeypatch.setenv("ORTGRAD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("ORTGRAD_COMPILE_PROCESSES", "2")
+    monkeypatch.setattr(machine_code, "_loaded", {})
+    monkeypatch.setattr(machine_code, "_progress", Progress())
+    monkeypatch.setattr(machine_code, "_compile_block", counted_compile)
+    monkeypatch.setattr(workers, "_start", counted_start)
+    monkeypatch.setattr(workers, "_LEAST_SECONDS", 0)
+    yield found
+
+
+def test_workers_compile_all(compilation: Compilation, capfd: pytest.CaptureFixture[str]) -> None:
+    compilation.run()
+    assert not compilation.here
+    assert [process.returncode for process in compilation.started] == [0, 0]
+    assert len(list(cache.folder().iterdir())) == 2
+    compilation.run()
+    assert len(compilation.started) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+SCRIPT = """
+import sys
+import numpy as np, ortgrad
+from ortgrad.compiled import machine_code, workers
+print("imported", file=open(sys.argv[1], "a"))
+workers._LEAST_SECONDS = 0
+kernels = [ortgrad.nodes.tanh_grad("dY", "Y", "A"), ortgrad.nodes.softmax_grad_13("A", "Y", "B", axis=1)]
+here, compile_block = [], machine_code._compile_block
+machine_code._compile_block = lambda source: here.append(source) or compile_block(source)
+session = ortgrad.InferenceSession(ortgrad.nodes.make_model(kernels), kernels="compiled")
+feeds = np.random.default_rng(0).standard_normal((2, 5, 37), dtype=np.float32)
+print(session.run(None, {"dY": feeds[0], "Y": feeds[1]})[-1].tobytes().hex(), len(here))
+"""
+
+
+def test_results_are_the_same(tmp_path: Path) -> None:
+    """And the user's program, which has no guard for other processes, does not run in them."""
+    script, log, results = tmp_path / "script.py", tmp_path / "log", []
+    script.write_text(SCRIPT)
+    for count in (1, 2):
+        variables = {"ORTGRAD_CACHE_DIR": str(tmp_path / str(count)), "ORTGRAD_COMPILE_PROCESSES": str(count)}
+        done = subprocess.run(
+            [sys.executable, script, log], env={**os.environ, **variables}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(done.stdout.split())
+    (one, here), (other, not_here) = results
+    assert one == other
+    assert (int(here), int(not_here)) == (2, 0)
+    assert log.read_text() == "imported\n" * 2
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(3)", "import os; os.abort()", "import nowhere"])
+def test_workers_that_fail(
+    compilation: Compilation,
+    program: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(workers, "_PROGRAM", program)
+    compilation.run()
+    assert len(compilation.started) == len(compilation.here) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_workers_that_hang(compilation: Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_PROGRAM", "import time; time.sleep(1000)")
+    monkeypatch.setattr(workers, "_PATIENCE", 0)
+    compilation.run()
+    assert len(compilation.started) == len(compilation.here) == 2
+
+
+@pytest.mark.parametrize("executable", [None, "", "/usr/bin/editor", "/nowhere/python3"])
+def test_no_interpreter(
+    compilation: Compilation, executable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    compilation.run()
+    assert not compilation.started
+    assert len(compilation.here) == 2
+
+
+def test_a_frozen_program(compilation: Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    compilation.run()
+    assert not compilation.started
+
+
+def test_a_cache_that_cannot_be_written(
+    compilation: Compilation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ORTGRAD_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    compilation.run()
+    assert not compilation.started
+    assert len(compilation.here) == 2
+
+
+def test_a_kernel_that_cannot_be_compiled(compilation: Compilation) -> None:
+    """The others are compiled all the same, and the reason is that of Numba in this process."""
+
+    def broken(dy: float, x: float) -> float:
+        return dy + nowhere  # type: ignore[name-defined]  # noqa: F821
+
+    kernel = CompiledKernel(broken, 3)
+    machine_code.compile_all([(kernel, TYPES), *compilation.kernels])
+    with pytest.raises(ortgrad.RegistrationError, match="Numba cannot compile"):
+        machine_code.block(kernel, TYPES)
+    assert len(compilation.here) == 1
+    compilation.run()
+    assert len(compilation.here) == 1
+
+
+def test_several_threads_share_the_workers(compilation: Compilation) -> None:
+    threads = [
+        threading.Thread(target=machine_code.compile_all, args=(compilation.kernels,)) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compilation.started) == 2
+    compilation.run()
+    assert not compilation.here
+
+
+def test_progress(
+    compilation: Compilation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "_SECONDS", 5)
+    compilation.run()
+    assert capsys.readouterr().err == "ortgrad: compiling times, plus, once for this machine\n"
+    assert machine_code._names(f"k{i} Source()" for i in range(9)) == "k0, k1, k2, k3 and 5 more"
+
+
+def test_quick_kernels_start_no_process(compilation: Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(workers, "_start", lambda share: pytest.fail("a process is started"))
+    monkeypatch.setattr(machine_code.cache, "has", lambda key: False)
+    machine_code.compile_all(compilation.kernels)
+
+
+def source(name: str, length: int, *called: Function) -> Source:
+    function = Function(name, name * length, functions=tuple((each.name, each) for each in called))
+    return Source("float32", (function,), "", reorders=True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "processes"), [("0", 0), ("1", 0), ("2", 2), ("3", 3), ("100", 6), ("many", 4), ("", 4)]
+)
+def test_number_of_processes(variable: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTGRAD_COMPILE_PROCESSES", variable)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    shares = workers.distribute([source(name, 20000) for name in "abcdef"])
+    assert len(shares) == processes
+    assert sorted(i for share in shares for i in share) == (list(range(6)) if processes else [])
+
+
+def test_kernels_with_functions_in_common_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTGRAD_COMPILE_PROCESSES", "2")
+    common = Function("c", "c" * 20000)
+    given = [source("a", 3000, common), source("d", 28000), source("b", 2000, common), source("e", 10)]
+    assert [sorted(share) for share in workers.distribute(given)] in ([[1], [0, 2, 3]], [[1, 3], [0, 2]])
+    assert workers.expected_seconds([given[0], given[2]]) < sum(
+        workers.expected_seconds([each]) for each in (given[0], given[2])
+    )
+
+
+def test_workers_end_with_the_process_that_started_them() -> None:
+    process = workers._start(["name __import__('time').sleep(1000)"])
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(100) == 1
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np, ortgrad
+from ortgrad.compiled import workers
+
+folder, program = Path(sys.argv[1]), workers._PROGRAM
+workers._LEAST_SECONDS = 0
+workers._PROGRAM = f'''
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(os.path.join({sys.argv[1]!r}, str(os.getpid())), "w").close()
+time.sleep(1000)
+'''
+
+def interrupt():
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def session():
+    kernels = [ortgrad.nodes.tanh_grad("dY", "Y", "A"), ortgrad.nodes.relu_grad("A", "Y", "B")]
+    return ortgrad.InferenceSession(ortgrad.nodes.make_model(kernels), kernels="compiled")
+
+threading.Thread(target=interrupt).start()
+try:
+    session()
+except KeyboardInterrupt:
+    print("interrupted")
+for path in folder.iterdir():
+    try:
+        os.kill(int(path.name), 0)
+    except ProcessLookupError:
+        print("ended")
+workers._PROGRAM = program
+feeds = {name: np.float32([0.5]) for name in ("dY", "Y")}
+print(session().run(["B"], feeds)[0])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+def test_interruption(tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    variables = {"ORTGRAD_CACHE_DIR": str(tmp_path / "cache"), "ORTGRAD_COMPILE_PROCESSES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, tmp_path / "pids"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert all(line.startswith("ortgrad: compiling ") for line in done.stderr.splitlines()), done.stderr
+    assert done.stdout == "interrupted\nended\nended\n[0.375]\n"
