@@ -7,7 +7,9 @@ tensors: Numba would otherwise compute in double precision. So do those of the f
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import linecache
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,13 +58,10 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     return Source(element, phases, block, reorders=not (kernel.elementwise or kernel.exact))
 
 
+@functools.lru_cache(maxsize=1024)
 def _function(function: Callable[..., Any], element: str) -> Function:
-    try:
-        text = textwrap.dedent(inspect.getsource(function))
-    except OSError as error:
-        raise RegistrationError(f"the source of the kernel {function.__name__} cannot be read") from error
-    tree = ast.parse(text).body[0]
-    assert isinstance(tree, ast.FunctionDef)
+    # Kernels have functions in common, and it takes a millisecond to read one.
+    tree = _tree_of(function)
     tree.name, tree.decorator_list, tree.returns = "function", [], None
     for argument in tree.args.args:
         argument.annotation = None
@@ -80,7 +79,7 @@ def _function(function: Callable[..., Any], element: str) -> Function:
         if inspect.isfunction(value) and value not in functions.PRIMITIVES.values()
     }
     typed = _Typed({name for name, value in numbers.items() if isinstance(value, float)})
-    text = ast.unparse(ast.fix_missing_locations(typed.visit(tree)))
+    text = ast.unparse(typed.visit(tree))
     return Function(
         function.__name__,
         text,
@@ -88,6 +87,35 @@ def _function(function: Callable[..., Any], element: str) -> Function:
         tuple(sorted(called.items())),
         exact=function.__module__ in (functions.__name__, mathematics.__name__),
     )
+
+
+def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
+    tree = _parsed(_lines_of(function))
+    if tree is None:
+        # Finds where the function ends by its tokens, which takes several times as long.
+        try:
+            tree = _parsed(inspect.getsource(function))
+        except OSError as error:
+            raise RegistrationError(f"the source of the kernel {function.__name__} cannot be read") from error
+    assert tree is not None
+    return tree
+
+
+def _parsed(text: str) -> ast.FunctionDef | None:
+    try:
+        body = ast.parse(textwrap.dedent(text)).body
+    except SyntaxError:
+        return None
+    return body[0] if len(body) == 1 and isinstance(body[0], ast.FunctionDef) else None
+
+
+def _lines_of(function: Callable[..., Any]) -> str:
+    """Return the lines from which Python has made a function; nothing if it does not tell where they end."""
+    code = function.__code__
+    if not hasattr(code, "co_positions"):  # before Python 3.11
+        return ""
+    last = max(end or 0 for _, end, _, _ in code.co_positions())
+    return "".join(linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 : last])
 
 
 class _Typed(ast.NodeTransformer):
