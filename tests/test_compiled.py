@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import subprocess
@@ -221,6 +222,21 @@ def test_a_changed_kernel_has_another_source() -> None:
 
 
 FACTOR = 2.0
+
+
+def test_every_part_of_the_compiler_determines_the_keys_of_the_cache() -> None:
+    """What a part was changed to must not run as the code that is in the cache from before."""
+    folder, seen = Path(machine_code.__file__).parent, {"compiler"}
+    waiting = ["compiler"]
+    while waiting:
+        for node in ast.walk(ast.parse((folder / f"{waiting.pop()}.py").read_text(encoding="utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = [alias.name for alias in node.names] if module == "ortgrad.compiled" else []
+            names += [module.removeprefix("ortgrad.compiled.")] if "ortgrad.compiled." in module else []
+            waiting += [name for name in names if name not in seen]
+            seen.update(names)
+    # The text of what these return is part of the key itself.
+    assert {f"{name}.py" for name in seen - {"source", "mathematics"}} == set(machine_code._PARTS)
 
 
 def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
