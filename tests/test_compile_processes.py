@@ -286,3 +286,47 @@ def test_interruption(tmp_path: Path) -> None:
     )
     assert all(line.startswith("ortgrad: compiling ") for line in done.stderr.splitlines()), done.stderr
     assert done.stdout == "interrupted\nended\nended\n[0.375]\n"
+
+
+_FORK = """
+import os
+import numpy as np
+import ortgrad
+from ortgrad.compiled import machine_code, workers
+from ortgrad.operators.declaration import find_operator
+
+workers._LEAST_SECONDS = 0
+started, start = [], workers._start
+workers._start = lambda share: started.append(start(share)) or started[-1]
+
+
+def compile_and_run(*names):
+    kernels = [find_operator(name).compiled_kernel for name in names]
+    machine_code.compile_all([(kernel, ["float32"] * 3) for kernel in kernels])
+    model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
+    session = ortgrad.InferenceSession(model, kernels="compiled")
+    return session.run(None, {"dY": np.float32([1, 2]), "Y": np.float32([1, 0])})[0].tolist() == [0, 2]
+
+
+assert compile_and_run("ReluGrad", "TanhGrad") and len(started) == 2
+# As if another thread were waiting for workers, which does not exist in the child.
+machine_code._workers_lock.acquire()
+child = os.fork()
+if child == 0:
+    os._exit(0 if compile_and_run("SigmoidGrad", "GeluGrad") and len(started) == 4 else 1)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_workers_of_a_forked_process(tmp_path: Path) -> None:
+    variables = {"ORTGRAD_CACHE_DIR": str(tmp_path), "ORTGRAD_COMPILE_PROCESSES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORK],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
