@@ -58,15 +58,7 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     return Source(element, phases, block, reorders=not (kernel.elementwise or kernel.exact))
 
 
-@functools.lru_cache(maxsize=1024)
 def _function(function: Callable[..., Any], element: str) -> Function:
-    # Kernels have functions in common, and it takes a millisecond to read one.
-    tree = _tree_of(function)
-    tree.name, tree.decorator_list, tree.returns = "function", [], None
-    for argument in tree.args.args:
-        argument.annotation = None
-    if ast.get_docstring(tree) is not None:
-        del tree.body[0]
     variables = inspect.getclosurevars(function)
     named = {
         name: value[element] if isinstance(value, functions.ByType) else value
@@ -78,15 +70,28 @@ def _function(function: Callable[..., Any], element: str) -> Function:
         for name, value in named.items()
         if inspect.isfunction(value) and value not in functions.PRIMITIVES.values()
     }
-    typed = _Typed({name for name, value in numbers.items() if isinstance(value, float)})
-    text = ast.unparse(typed.visit(tree))
     return Function(
         function.__name__,
-        text,
+        _text(function, frozenset(name for name, value in numbers.items() if isinstance(value, float))),
         tuple(sorted(numbers.items())),
         tuple(sorted(called.items())),
         exact=function.__module__ in (functions.__name__, mathematics.__name__),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(function: Callable[..., Any], floats: frozenset[str]) -> str:
+    """Return the text of a function in which numbers, and those that `floats` name, have the element type.
+
+    Kernels have functions in common, and it takes a millisecond to read one.
+    """
+    tree = _tree_of(function)
+    tree.name, tree.decorator_list, tree.returns = "function", [], None
+    for argument in tree.args.args:
+        argument.annotation = None
+    if ast.get_docstring(tree) is not None:
+        del tree.body[0]
+    return ast.unparse(_Typed(floats).visit(tree))
 
 
 def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
@@ -121,7 +126,7 @@ def _lines_of(function: Callable[..., Any]) -> str:
 class _Typed(ast.NodeTransformer):
     """Gives floating-point numbers, and the names of such numbers, the element type."""
 
-    def __init__(self, names: set[str]) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
         self._names = names
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
