@@ -39,11 +39,12 @@ def _is_faster(node: ir.Node) -> bool:
     strides = node.attributes.get_ints("strides")
     # onnxruntime has no kernel for numbers in double precision.
     return w.dtype == ir.DataType.DOUBLE or is_fastest(
-        _sizes(x), _sizes(w), node.attributes.get_int("group", 1), strides
+        sizes_of(x), sizes_of(w), node.attributes.get_int("group", 1), strides
     )
 
 
-def _sizes(value: ir.Value) -> tuple[int | None, ...] | None:
+def sizes_of(value: ir.Value) -> tuple[int | None, ...] | None:
+    """Return the sizes of a value; None stands for one that is not known, and for a rank that is not."""
     return None if value.shape is None else tuple(n if isinstance(n, int) else None for n in value.shape)
 
 
@@ -87,7 +88,7 @@ def _operator(node: ir.Node) -> Operator:
     x, w = node.inputs[0], node.inputs[1]
     assert x is not None and w is not None
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    return winograd_conv if winograd.is_fastest(_sizes(x), _sizes(w), attributes) else dense_conv
+    return winograd_conv if winograd.is_fastest(sizes_of(x), sizes_of(w), attributes) else dense_conv
 
 
 def _activation(node: ir.Node) -> dict[str, float]:

@@ -8,6 +8,7 @@ from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.conv.conv import conv_grad
 from ortgrad.ops.conv.winograd import is_fastest, winograd_conv_grad
+from ortgrad.passes.forward_convolutions import sizes_of
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
@@ -20,12 +21,8 @@ def use_winograd(model: ir.Model) -> ir.Model:
         x, w = node.inputs[1], node.inputs[2]
         if x is None or w is None or w.dtype not in _TYPES:
             continue
-        if is_fastest(_sizes(x), _sizes(w), call_of(node, operator).attributes):
+        if is_fastest(sizes_of(x), sizes_of(w), call_of(node, operator).attributes):
             # The call is the same.
             node.op_type, node.domain = winograd_conv_grad.name, INTERNAL_DOMAIN
             model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
     return model
-
-
-def _sizes(value: ir.Value) -> tuple[int | None, ...] | None:
-    return None if value.shape is None else tuple(n if isinstance(n, int) else None for n in value.shape)

@@ -84,7 +84,7 @@ _POSITIONS = 1024
 _TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 8, 48, 96, 1 << 13
 # As many tasks as keep several threads busy.
 _TASKS = 8
-_TAPS = 9
+TAPS = 9
 # Weights that do not fit into the cache, once transformed, are transformed by every task that uses them, if
 # these are few; and how many channels at a time.
 _LARGE, _FEW_UNITS, _CHANNELS_OF_LARGE = 1 << 14, 4, 64
@@ -280,9 +280,9 @@ def _transform_block(
         return True
     square = aligned(allocated)
     clear(square, 0, TILE * TILE + TILE)
-    stride, step = convolution[FILTER_STRIDE] * _TAPS, convolution[CHANNEL_STRIDE] * _TAPS
+    stride, step = convolution[FILTER_STRIDE] * TAPS, convolution[CHANNEL_STRIDE] * TAPS
     turned = convolution[TURNED] != 0
-    start, tap = (_TAPS - 1) * TILE if turned else 0, -TILE if turned else TILE
+    start, tap = (TAPS - 1) * TILE if turned else 0, -TILE if turned else TILE
     for m in range(0, columns, TILE):
         # The last filters are transposed with those before them. Columns that are for no filter get numbers
         # of others, and their sums are not used.
@@ -294,7 +294,7 @@ def _transform_block(
                 transpose(square, 0, TILE, w, source, stride)
             else:
                 for i in range(TILE):
-                    for k in range(_TAPS):
+                    for k in range(TAPS):
                         square[k * TILE + i] = w[source + i * stride + k]
             at = place + c * columns + m
             transform(OF_THREE, into, at, 4 * pitch, pitch, square, start + others, 3 * tap, tap, 1)

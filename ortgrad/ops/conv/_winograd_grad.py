@@ -38,6 +38,7 @@ from ortgrad.ops.conv._winograd import (
     BOX_WIDTH,
     CONVOLUTION_FIELDS,
     POINTS,
+    TAPS,
     Box,
     Convolution,
     are_finite,
@@ -305,9 +306,8 @@ def _finish(
     filters: int,
 ) -> bool:
     """Compute dW of up to TILE filters for up to TILE channels; return whether some are not finite."""
-    taps = 9
     used = min(TILE, channels - c)
-    memory = allocate(TILE * (POINTS + taps * TILE) + TILE)
+    memory = allocate(TILE * (POINTS + TAPS * TILE) + TILE)
     if len(memory) == 0:
         return True
     total, results = aligned(memory), aligned(memory)[POINTS * TILE :]
@@ -323,18 +323,18 @@ def _finish(
                 values = sums[at : at + TILE]
                 for k in range(TILE):
                     here[k] += values[k]
-        transform(TO_THREE, results, i * taps * TILE, 3 * TILE, TILE, total, 0, 4 * TILE, TILE, 1)
+        transform(TO_THREE, results, i * TAPS * TILE, 3 * TILE, TILE, total, 0, 4 * TILE, TILE, 1)
     known = min(TILE, filters - m)
-    pairs, to = channels * taps, (m * channels + c) * taps
+    pairs, to = channels * TAPS, (m * channels + c) * TAPS
     k = 0
-    while known == TILE and k + TILE <= used * taps:
+    while known == TILE and k + TILE <= used * TAPS:
         transpose(dw, to + k, pairs, results, k * TILE, TILE)
         k += TILE
-    for i in range(k, used * taps):
+    for i in range(k, used * TAPS):
         for j in range(known):
             dw[to + j * pairs + i] = results[i * TILE + j]
     wrong = False
     for j in range(known):
-        wrong = wrong or not are_finite(dw[to + j * pairs : to + j * pairs + used * taps])
+        wrong = wrong or not are_finite(dw[to + j * pairs : to + j * pairs + used * TAPS])
     release(memory)
     return wrong
