@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import AUTO_PADS, per_dimension, spatial
-from ortgrad.ops.conv import _body, _compiled, _numpy
+from ortgrad.ops.conv import _body, _body_form, _compiled, _numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -93,7 +93,7 @@ def conv_transpose_gradient(node: ForwardNode) -> Gradients:
 def _require_kernel(node: ForwardNode) -> None:
     """Refuse a node whose kernel size is not known, by its own name and not that of its gradient."""
     w = node.input(1)
-    known = bool(node.attribute("kernel_shape")) or _body.has_known_kernel(w)
+    known = bool(node.attribute("kernel_shape")) or _body_form.has_known_kernel(w)
     if not known and _body.needs_kernel(w, node.grad(0), node.attribute("auto_pad")):
         raise node.unsupported(
             f"its kernel size is not known; declare the shape of {w.name!r}, or give the node a kernel_shape"
@@ -107,7 +107,7 @@ def _transposed_pads(node: ForwardNode) -> list[int] | ir.Value:
     output_shape = node.attribute("output_shape")
     if not output_shape and not auto_pad.startswith("SAME"):
         return list(node.attribute("pads") or [0] * (2 * rank))
-    kernel = node.attribute("kernel_shape") or _body.known_kernel(node.input(1))
+    kernel = node.attribute("kernel_shape") or _body_form.known_kernel(node.input(1))
     strides = per_dimension("strides", node.attribute("strides"), rank)
     dilations = per_dimension("dilations", node.attribute("dilations"), rank)
     extra = node.attribute("output_padding") or [0] * rank
