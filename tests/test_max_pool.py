@@ -68,7 +68,14 @@ def random_geometry(seed: int) -> Geometry:
     )
 
 
-GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(60)}}
+# Squares are compared several at once: in rows of one more than that, of one less, and of so many.
+ROWS = [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33]
+SQUARES: dict[str, Geometry] = {
+    f"2x2 in rows of {count}": ([2, 3, 5, 2 * count + count % 2], {"kernel_shape": [2, 2], "strides": [2, 2]})
+    for count in ROWS
+}
+RANDOM = {f"random {seed}": random_geometry(seed) for seed in range(60)}
+GEOMETRIES = {**CASES, **SQUARES, **RANDOM}
 
 
 def make_model(geometry: Geometry, dtype: str, *, outputs: int = 2, gradient: bool = True) -> onnx.ModelProto:

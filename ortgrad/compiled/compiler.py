@@ -22,6 +22,7 @@ from ortgrad.compiled import (
     processor,
     products,
     rows,
+    squares,
     transforms,
 )
 from ortgrad.compiled.functions import PRIMITIVES
@@ -76,7 +77,7 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
         for name, value in function.numbers
     }
     names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
-    for module in (channels, panels, products, rows, transforms):
+    for module in (channels, panels, products, rows, squares, transforms):
         for name in module.NAMES:
             # Instructions address memory themselves; only in Python can their indices be checked.
             plain = njit(boundscheck=True)(PRIMITIVES[name]) if checked else None

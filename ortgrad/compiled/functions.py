@@ -299,6 +299,35 @@ def transform(
                 into[place + i * into_row + k * into_column + lane] = total
 
 
+def pool_squares(
+    values: np.ndarray,
+    above: int,
+    below: int,
+    largest: np.ndarray,
+    indices: np.ndarray,
+    place: int,
+    count: int,
+    origin: int,
+    width: int,
+) -> None:
+    """Write the largest of two by two elements of two rows, and where it is.
+
+    The first rows of the squares begin at above, and the second ones at below. The indices are those of
+    elements in rows of `width` elements, of which the first one has the index origin. Of equal elements the
+    first one counts, and NaN is never larger.
+    """
+    for k in range(count):
+        best, index = values[above + 2 * k], 0
+        if values[above + 2 * k + 1] > best:
+            best, index = values[above + 2 * k + 1], 1
+        if values[below + 2 * k] > best:
+            best, index = values[below + 2 * k], width
+        if values[below + 2 * k + 1] > best:
+            best, index = values[below + 2 * k + 1], width + 1
+        largest[place + k] = best
+        indices[place + k] = origin + 2 * k + index
+
+
 def copy_row(into: np.ndarray, source: np.ndarray) -> None:
     """Copy contiguous elements, as many as the shorter array has. Fast for short arrays, unlike a loop."""
     for k in range(min(len(into), len(source))):
@@ -372,6 +401,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "correlate": correlate,
     "add_up": add_up,
     "transform": transform,
+    "pool_squares": pool_squares,
 }
 
 

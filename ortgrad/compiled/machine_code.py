@@ -32,6 +32,7 @@ _PARTS = (
     "processor.py",
     "products.py",
     "rows.py",
+    "squares.py",
     "transforms.py",
 )
 

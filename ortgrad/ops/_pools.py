@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, copy_row, release
+from ortgrad.compiled.functions import SLACK, add_row, allocate, copy_row, pool_squares, release
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops._strips import (
     CHANNELS,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 # Places in X are kept as floating-point numbers, so that a vector has as many of them as of values.
 _MOST_PLACES = 1 << 24
 _LEAST = -math.inf
-# So many elements are computed at once in a row of squares; others one after the other.
-_LONG_ROW = 32
 
 
 def plan_max(dy: Sizes, x: Sizes, column_major: bool, may_be_blank: bool) -> Plan | None:
@@ -271,8 +269,8 @@ def plan_max_pool(x: Sizes, y: Sizes, win: Windows) -> Plan | None:
 
 
 def _are_squares(win: Windows) -> bool:
-    """Return whether all windows are squares of two by two elements beside each other, in long rows."""
-    if win.kernel != (2, 2) or win.strides != (2, 2) or any(win.heads) or win.outputs[1] < _LONG_ROW:
+    """Return whether all windows are squares of two by two elements beside each other."""
+    if win.kernel != (2, 2) or win.strides != (2, 2) or any(win.heads):
         return False
     return all(2 * count <= size for count, size in zip(win.outputs, win.sizes, strict=True))
 
@@ -303,11 +301,14 @@ def max_pool_strip(
             for row in range(top, top + rows):
                 place, start = 2 * row * geometry[SIZE + 1] + 2 * left, row * width + left
                 origin = channel * x.shape[2] + place
-                _largest_of_squares(
-                    x[channel, 0, place:],
-                    x[channel, 0, place + geometry[SIZE + 1] :],
-                    y[channel, start : start + columns],
-                    indices[channel, start : start + columns],
+                pool_squares(
+                    x[channel, 0],
+                    place,
+                    place + geometry[SIZE + 1],
+                    y[channel],
+                    indices[channel],
+                    start,
+                    columns,
                     origin,
                     geometry[SIZE + 1],
                 )
@@ -348,20 +349,6 @@ def max_pool_strip(
                 to[k] = origin + k * step + int(of[k])
     release(memory)
     return False
-
-
-def _largest_of_squares(
-    upper: np.ndarray, lower: np.ndarray, y: np.ndarray, indices: np.ndarray, origin: int, width: int
-) -> None:
-    """Write the largest of two by two elements of two rows, and where it is."""
-    for k in range(len(y)):
-        v0, v1, v2, v3 = upper[2 * k], upper[2 * k + 1], lower[2 * k], lower[2 * k + 1]
-        place = 1 if v1 > v0 else 0
-        largest = v1 if v1 > v0 else v0
-        place = width if v2 > largest else place
-        largest = v2 if v2 > largest else largest
-        indices[k] = origin + 2 * k + (width + 1 if v3 > largest else place)
-        y[k] = v3 if v3 > largest else largest
 
 
 def _keep_largest(
