@@ -178,12 +178,13 @@ def test_kernels_come_from_the_cache_without_numba(tmp_path: Path) -> None:
     assert run_script(SCRIPT, tmp_path) == "[0. 2.] False\n"
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 40, None], ids=["empty", "other", "truncated"])
-def test_damaged_files_are_compiled_again(tmp_path: Path, damage: bytes | None) -> None:
+def test_damaged_files_are_compiled_again(tmp_path: Path) -> None:
+    """Empty ones, those with something else in them, and those that are cut off."""
     run_script(SCRIPT, tmp_path)
-    for path in tmp_path.iterdir():
-        path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
-    assert run_script(SCRIPT, tmp_path) == "[0. 2.] True\n"
+    for damage in (lambda _: b"", lambda _: b"x" * 40, lambda content: content[:-9]):
+        for path in tmp_path.iterdir():
+            path.write_bytes(damage(path.read_bytes()))
+        assert run_script(SCRIPT, tmp_path) == "[0. 2.] True\n"
     assert run_script(SCRIPT, tmp_path) == "[0. 2.] False\n"
 
 
