@@ -12,6 +12,10 @@ from onnx import helper
 
 import ortgrad
 from ortgrad import nodes
+from ortgrad.operators.declaration import Operator, all_operators
+
+# With outputs that a node may leave out.
+OPTIONAL = [operator for operator in all_operators() if any(output.optional for output in operator.outputs)]
 
 
 def attributes(node: onnx.NodeProto) -> dict:
@@ -95,6 +99,23 @@ def test_a_model_of_several_nodes_runs_anywhere() -> None:
     feeds["X"] = np.float32([[1, -1], [0, 2]])
     plain = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(plain.run(None, feeds)[0], [[0.75, 0], [0, 0.75]])
+
+
+@pytest.mark.parametrize("operator", OPTIONAL, ids=lambda operator: operator.name)
+def test_nodes_of_helper_leave_out_what_is_optional(operator: Operator) -> None:
+    """Their empty names are neither inputs nor outputs of the model."""
+    wanted = [parameter for parameter in operator.outputs if not parameter.optional] or operator.outputs[:1]
+    inputs = [parameter.name * (not parameter.optional) for parameter in operator.inputs]
+    outputs = [parameter.name * (parameter in wanted) for parameter in operator.outputs]
+    # Bodies of these need the number of dimensions, or the size of the kernel.
+    spatial = operator.name in ("ConvGrad", "BatchNormalizationGrad", "BatchNormInternal")
+    shapes = {name: [4, 4, 3, 3] for name in ("X", "W") if spatial and name in inputs}
+    node = helper.make_node(operator.name, inputs, outputs, domain=operator.domain)
+    model = nodes.make_model(node, shapes=shapes)
+    assert [value.name for value in model.graph.input] == list(filter(None, inputs))
+    found = [value.name for value in model.graph.output]
+    # An accumulator always returns its buffer.
+    assert "" not in found and set(filter(None, outputs)) <= set(found)
 
 
 def test_builders_explain_themselves() -> None:
