@@ -2,8 +2,9 @@
 
 dX is a convolution of dY, in a box with zeros around it, with the weights. A tile has a row for each of some
 channels and columns for consecutive positions, so that a tap of the kernel is a shift of the columns. With
-strides, dX is divided into parts, each of which has its own taps and is such a convolution. Where rows of dX
-are short, the columns are copied together first, as they would otherwise hold many zeros.
+strides, dX is divided into parts, each of which has its own taps and is such a convolution; those that share
+rows of dX are written in turns. Where rows of dX are short, the columns are copied together first, as they
+would otherwise hold many zeros.
 
 dW is the product of X, in a box with its padding, and the transposed dY. A tile has a row for each of some
 pairs of channel and tap, and columns for filters, so that X is not copied for every tap. Where much of what a
@@ -109,7 +110,7 @@ def plan(
         *(samples, group, filters, channels, taps, x_in_place, dy_in_place, division.panels),
         *(dy_boxes, x_boxes, transpositions, dx_tasks, dw_tasks),
         *(division.channels_of_task, division.blocks_of_task, pairs, skips, win.kernel[2]),
-        few.biases_of_task,
+        *(few.biases_of_task, division.members),
     )
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
@@ -225,7 +226,9 @@ class _Part:
             if min(counts) > 0:
                 shifts = tuple(shift for _, shift in own)
                 parts.append(cls(remainder, tuple(firsts), tuple(counts), tuple(t for t, _ in own), shifts))
-        return parts
+        # Those that share rows beside each other, in the order in which they begin there.
+        step = win.strides[2]
+        return sorted(parts, key=lambda p: (*p.remainder[:2], p.first[2] * step + p.remainder[2]))
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,12 @@ class _Division:
         few = max(_FEW_CHANNELS_OF_PANELS if best.panels else _FEW_CHANNELS, -(-channels // splits))
         return replace(best, channels_of_task=min(channels, -(-few // TILE_ROWS) * TILE_ROWS))
 
+    @property
+    def members(self) -> int:
+        """How many parts share rows of dX, and are computed together; with panels each one by itself."""
+        first = self.parts[0]
+        return 1 if self.panels else sum(part.remainder[:2] == first.remainder[:2] for part in self.parts)
+
     def _lines(self, part: _Part) -> tuple[int, int]:
         """Return the number of lines of consecutive positions, and their length."""
         if self.panels:
@@ -289,11 +298,12 @@ class _Division:
         """Return the number of tasks, and the table of parts for the kernel."""
         tasks, table, tap = 0, [], 0
         splits = -(-self.channels // self.channels_of_task)
-        for part in self.parts:
+        for i, part in enumerate(self.parts):
             lines, length = self._lines(part)
             units = -(-length // (self.blocks_of_task * COLUMNS))
             table += [tasks, *part.first, *part.count, *part.remainder, tap, len(part.taps), units]
-            tasks += lines * units * self.group * splits
+            # The first one is the longest.
+            tasks += lines * units * self.group * splits if i % self.members == 0 else 0
             tap += len(part.taps)
         return tasks, table
 

@@ -22,6 +22,7 @@ from ortgrad.ops.conv._geometry import (
     COLUMNS,
     DX_BLOCKS,
     DX_CHANNELS,
+    DX_MEMBERS,
     DY_BOX,
     DY_HEAD,
     DY_IN_PLACE,
@@ -56,58 +57,138 @@ def channels_task(
     offsets: np.ndarray,
     parts: np.ndarray,
 ) -> bool:
-    """Compute dX of some channels at some positions."""
-    at = 0
-    while at + PART_FIELDS < len(parts) and task >= parts[at + PART_FIELDS + PART_TASK]:
-        at += PART_FIELDS
-    part = parts[at : at + PART_FIELDS]
-    groups, channels, filters = geometry[GROUPS], geometry[CHANNELS], geometry[FILTERS]
-    most = geometry[DX_CHANNELS]
+    """Compute dX of some channels at some positions; of all the parts that share rows of dX."""
+    members = geometry[DX_MEMBERS]
+    at, step = 0, members * PART_FIELDS
+    while at + step < len(parts) and task >= parts[at + step + PART_TASK]:
+        at += step
+    own = parts[at : at + step]
+    channels, most = geometry[CHANNELS], geometry[DX_CHANNELS]
     splits = (channels + most - 1) // most
-    task -= part[PART_TASK]
-    unit, group, first = task // (groups * splits), task // splits % groups, task % splits * most
-    count = min(most, channels - first)
-    room = geometry[DX_BLOCKS] * COLUMNS
-    line, start = unit // part[PART_UNITS], unit % part[PART_UNITS] * room
-    panels, own = geometry[PANELS] != 0, part[PART_TAPS]
+    task -= own[PART_TASK]
+    unit, group, first = (
+        task // (geometry[GROUPS] * splits),
+        task // splits % geometry[GROUPS],
+        task % splits * most,
+    )
+    count, room = min(most, channels - first), geometry[DX_BLOCKS] * COLUMNS
+    line, start = unit // own[PART_UNITS], unit % own[PART_UNITS] * room
+    sums, integers = allocate(members * count * room + COLUMNS), allocate_integers(4 * room)
+    if len(sums) == 0 or len(integers) == 0:
+        release(sums)
+        release(integers)
+        return True
+    columns, lengths = integers[:room], integers[room : 2 * room]
+    sources, targets = integers[2 * room : 3 * room], integers[3 * room :]
+    runs, length = _runs(line, start, group, own, geometry, columns, lengths, sources, targets)
+    failed = False
+    for member in range(members):
+        failed = failed or _add_up(
+            sums[member * count * room :],
+            dy if geometry[DY_IN_PLACE] != 0 else boxes,
+            w,
+            line,
+            start,
+            length,
+            group,
+            first,
+            count,
+            own[member * PART_FIELDS : (member + 1) * PART_FIELDS],
+            geometry,
+            taps,
+            offsets,
+            columns[:runs],
+            sources,
+        )
+    area = geometry[SIZE] * geometry[SIZE + 1] * geometry[SIZE + 2]
+    pitch = geometry[DY_BOX + 2]
+    for c in range(count):
+        for run in range(runs):
+            n, place, column = lengths[run], targets[run] + (first + c) * area, c * room + columns[run]
+            if geometry[STRIDE + 2] == 1:
+                copy_elements(dx, place, sums, column, n)
+            elif members == 2 and geometry[STRIDE + 2] == 2:
+                pairs = min(n, own[PART_FIELDS + PART_COUNT + 2] - (start + columns[run]) % pitch)
+                _write_both(dx[place:], sums[column:], sums[count * room + column :], pairs)
+                if pairs < n:
+                    dx[place + 2 * pairs] = sums[column + pairs]
+            else:
+                for member in range(members):
+                    part = own[member * PART_FIELDS : (member + 1) * PART_FIELDS]
+                    seen = (
+                        n if members == 1 else min(n, part[PART_COUNT + 2] - (start + columns[run]) % pitch)
+                    )
+                    to = place + _place_in_row(part, geometry) - _place_in_row(own, geometry)
+                    for k in range(seen):
+                        dx[to + k * geometry[STRIDE + 2]] = sums[member * count * room + column + k]
+    release(sums)
+    release(integers)
+    return failed
+
+
+def _place_in_row(part: np.ndarray, geometry: np.ndarray) -> int:
+    """The place of the first element of a part in a row of dX."""
+    return part[PART_FIRST + 2] * geometry[STRIDE + 2] + part[PART_PLACE + 2] - geometry[HEAD + 2]
+
+
+def _write_both(into: np.ndarray, even: np.ndarray, odd: np.ndarray, count: int) -> None:
+    """Write elements of two rows in turns."""
+    for k in range(count):
+        into[2 * k] = even[k]
+        into[2 * k + 1] = odd[k]
+
+
+def _add_up(
+    sums: np.ndarray,
+    source: np.ndarray,
+    w: np.ndarray,
+    line: int,
+    start: int,
+    length: int,
+    group: int,
+    first: int,
+    count: int,
+    part: np.ndarray,
+    geometry: np.ndarray,
+    taps: np.ndarray,
+    offsets: np.ndarray,
+    columns: np.ndarray,
+    sources: np.ndarray,
+) -> bool:
+    """Compute the sums of a part for some channels; return whether there is no memory."""
+    channels, filters = geometry[CHANNELS], geometry[FILTERS]
+    panels, own, room = geometry[PANELS] != 0, part[PART_TAPS], geometry[DX_BLOCKS] * COLUMNS
+    if own == 0:
+        clear(sums, 0, count * room)
+        return False
     # The filters whose products are added up at once.
-    together = min(filters, max(1, TERMS // max(1, own)))
+    together = min(filters, max(1, TERMS // own))
     terms = together * own
     # What is copied into a panel too much may lie behind it.
     size = terms * COLUMNS + TILE
-    sums, integers = allocate(count * room + COLUMNS), allocate_integers(4 * room + 2 * terms + TILE_ROWS + 2)
+    integers = allocate_integers(2 * terms + TILE_ROWS + 2)
     panel = allocate((geometry[DX_BLOCKS] * size if panels else 0) + TILE)
-    if len(sums) == 0 or len(integers) == 0 or len(panel) == 0:
-        release(sums)
+    if len(integers) == 0 or len(panel) == 0:
         release(integers)
         release(panel)
         return True
-    columns, lengths = integers[:room], integers[room : 2 * room]
-    sources, targets = integers[2 * room : 3 * room], integers[3 * room : 4 * room]
-    steps, places = integers[4 * room : 4 * room + terms], integers[4 * room + terms : 4 * room + 2 * terms]
-    starts = integers[4 * room + 2 * terms :]
+    steps, places, starts = integers[:terms], integers[terms : 2 * terms], integers[2 * terms :]
     shifts, bases = starts[TILE_ROWS : TILE_ROWS + 1], starts[TILE_ROWS + 1 : TILE_ROWS + 2]
     plane = geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
-    runs, length = _runs(
-        line, start, group, plane, panels, part, geometry, columns, lengths, sources, targets
-    )
     base = _source(line, start, group, plane, part, geometry)
     for i in range(together):
         for k in range(own):
-            tap = part[PART_TAP] + k
-            steps[i * own + k] = i * channels * geometry[TAPS] + taps[tap]
-            places[i * own + k] = (i * own + k) * COLUMNS if panels else i * plane - offsets[tap]
-    source = dy if geometry[DY_IN_PLACE] != 0 else boxes
+            tap, term = part[PART_TAP] + k, i * own + k
+            steps[term] = i * channels * geometry[TAPS] + taps[tap]
+            places[term] = term * COLUMNS if panels else i * plane - offsets[tap]
     right = aligned(panel) if panels else source
     blocks = (length + COLUMNS - 1) // COLUMNS
-    if own == 0:
-        clear(sums, 0, count * room)
     m = 0
-    while own > 0 and m < filters:
+    while m < filters:
         used = min(together, filters - m)
         if panels:
             own_offsets = offsets[part[PART_TAP] : part[PART_TAP] + own]
-            _pack(right, source, columns[:runs], sources, m * plane, plane, used, own_offsets, size)
+            _pack(right, source, columns, sources, m * plane, plane, used, own_offsets, size)
         for c in range(0, count, TILE_ROWS):
             rows = min(TILE_ROWS, count - c)
             for i in range(rows):
@@ -141,17 +222,6 @@ def channels_task(
                     m == 0,
                 )
         m += together
-    step, area = geometry[STRIDE + 2], geometry[SIZE] * geometry[SIZE + 1] * geometry[SIZE + 2]
-    for c in range(count):
-        for run in range(runs):
-            n, place = lengths[run], targets[run] + (first + c) * area
-            column = c * room + columns[run]
-            if step == 1:
-                copy_elements(dx, place, sums, column, n)
-            else:
-                for k in range(n):
-                    dx[place + k * step] = sums[column + k]
-    release(sums)
     release(integers)
     release(panel)
     return False
@@ -178,8 +248,6 @@ def _runs(
     line: int,
     start: int,
     group: int,
-    plane: int,
-    panels: bool,
     part: np.ndarray,
     geometry: np.ndarray,
     columns: np.ndarray,
@@ -190,6 +258,7 @@ def _runs(
     """Write the runs of consecutive positions of a task: the column where each begins, its length, and its
     place in dY and in dX. Return the number of runs and of columns."""
     depth, height, width = part[PART_COUNT], part[PART_COUNT + 1], part[PART_COUNT + 2]
+    panels, plane = geometry[PANELS] != 0, geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
     pitch = width if panels else geometry[DY_BOX + 2]
     end = geometry[SAMPLES] * depth * height * width if panels else (height - 1) * pitch + width
     end = min(end, start + geometry[DX_BLOCKS] * COLUMNS)

@@ -16,6 +16,7 @@ DW_ROWS = 36  # of a task
 DW_SKIPS = 37  # whether the products of dW with padding are left out
 KERNEL_COLUMNS = 38  # taps in a row of the kernel
 DB_FILTERS = 39  # of a task
+DX_MEMBERS = 40  # parts of dX that a task computes, as they share rows
 
 # Numbers of a part of dX in `parts`: its first task; for each dimension the first position, the number of
 # positions and the remainder of its place divided by the stride; its taps; the tasks in a line of positions.
