@@ -13,7 +13,7 @@ from random_graphs import FAILURES, REFUSED, RIGHT, UNUSABLE, WAYS, check, descr
 import ortgrad
 from ortgrad.passes import fuse
 
-CHUNKS, PER_CHUNK = 10, 8
+CHUNKS, PER_CHUNK = 8, 8
 # The only refusals that are right: an operator whose rule needs the rank, on a value whose rank nobody
 # declares, and operators that onnx's converter does not know in a model of an old opset.
 ACCEPTED = ("number of dimensions", "onnx's converter cannot convert it")

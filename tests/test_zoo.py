@@ -18,6 +18,8 @@ from zoo.exporting import Elements, export, weights
 import ortgrad
 
 WAYS = ("auto", "python", "onnx", "plain", "registered")
+# For what another exporter writes of the same architecture.
+FEWER_WAYS = ("auto", "onnx")
 Arrays = dict[str, np.ndarray]
 
 
@@ -94,7 +96,7 @@ def test_gradients(architecture: Architecture, exporter: str) -> None:
     exact, _, double = expected(architecture, module, feeds, torch.float64)
     arrays = {name: feed.numpy() for name, feed in feeds.items()}
     arrays |= {f"{n}_grad": s.numpy() for n, s in zip(architecture.outputs, seeds, strict=True)}
-    for way in WAYS:
+    for way in WAYS if exporter == architecture.exporters[0] else FEWER_WAYS:
         results = run(built, way, arrays)
         for name, y, z in zip(architecture.outputs, outputs, exact, strict=True):
             assert_close(name, results[name], y.detach().numpy(), z.detach().numpy())
