@@ -6,8 +6,8 @@ import argparse
 
 from ortgrad.cli.train import existing_folder
 from ortgrad.graph.loading import load_model
-from ortgrad.training import parameters
 from ortgrad.training.artifacts import LossType, OptimType, generate_artifacts
+from ortgrad.training.selection import selected
 from ortgrad.training.statistics import running_statistics
 
 LOSSES = {
@@ -23,7 +23,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Write the four files and print their names."""
     folder = existing_folder(arguments.output)
     model = load_model(arguments.model)
-    trained = parameters(model, arguments.wrt, exclude=arguments.exclude)
+    trained = selected(model, arguments.wrt, arguments.exclude)
     statistics = [name for name in running_statistics(model) if name not in trained]
     generate_artifacts(
         arguments.model,

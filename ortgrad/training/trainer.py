@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimize
 from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
 from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
 from ortgrad.training.schedules import Schedule, make_schedule
-from ortgrad.training.selection import Patterns, matching, parameters
+from ortgrad.training.selection import Patterns, selected, settings_of
 from ortgrad.training.state import TrainingState
 from ortgrad.training.statistics import separate_statistics, warn_of_merged
 
@@ -109,15 +108,15 @@ class Trainer:
         self._accumulate, self._seed = accumulate, seed
         self._threads = thread_count(threads)
         proto = load_model(model)
-        names = parameters(proto, wrt, exclude=exclude)
+        names = selected(proto, wrt, exclude)
         if not names:
             raise TrainingModelError("the model has no parameters to train: name them in wrt")
-        settings = _settings(names, self.optimizer, groups or {})
+        settings = settings_of(proto, names, self.optimizer, groups or {})
         # Parameters with the same settings lie side by side.
         order = sorted(names, key=lambda name: list(dict.fromkeys(settings.values())).index(settings[name]))
         base = with_weights_outside(proto, names)
         base, added = separate_statistics(base, names)
-        warn_of_merged(base, names)
+        warn_of_merged(proto, names)
         # Functions are inlined, so that the weights in them can be set.
         self._source: ModelLike = base if proto.functions or added else model
         with_loss, name, self._output = _with_loss(base, loss, output, target, loss_options)
@@ -480,27 +479,6 @@ def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> An
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__}, not a name or an optimizer")
     return optimizer if learning_rate is None else replace(optimizer, learning_rate=learning_rate)
-
-
-def _settings(
-    names: Sequence[str], optimizer: AnyOptimizer, groups: Mapping[str, Mapping[str, float]]
-) -> dict[str, tuple[float, float]]:
-    """Return learning rate and weight decay of every parameter."""
-    for pattern, options in groups.items():
-        matching("groups", [pattern], names)
-        unknown = set(options) - {"learning_rate", "weight_decay"}
-        if unknown or not all(math.isfinite(value) and value >= 0 for value in options.values()):
-            raise TrainingError(
-                f"groups={{{pattern!r}: {dict(options)}}}: a group has a learning_rate and a weight_decay"
-            )
-    result = {}
-    for name in names:
-        chosen = {"learning_rate": optimizer.learning_rate, "weight_decay": optimizer.weight_decay}
-        for pattern, options in groups.items():
-            if name == pattern or fnmatchcase(name, pattern):
-                chosen.update(options)
-        result[name] = (chosen["learning_rate"], chosen["weight_decay"])
-    return result
 
 
 def _blocks(state: TrainingState, settings: Mapping[str, tuple[float, float]]) -> list[_Block]:
