@@ -27,10 +27,12 @@ from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.metadata import names_in
 from ortgrad.graph.protos import FLOATS
+from ortgrad.keywords import checked
 from ortgrad.pipelines.build import build_gradient_model, names_of
 from ortgrad.pipelines.prepare import Kernels
 
 
+@checked
 def check_gradients(
     model: ModelLike,
     feeds: Mapping[str, np.ndarray] | None = None,

@@ -11,8 +11,10 @@ import onnx
 from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.keywords import checked, outside
 
 
+@checked
 def build_gradient_model(
     model: ModelLike,
     *,
@@ -59,7 +61,7 @@ def build_gradient_model(
     with judging(proto):
         built, stopped = build(proto, names_of(wrt), names_of(of), straight_through, given)
     if stopped is not None:
-        warnings.warn(stopped, StoppedGradientWarning, stacklevel=2)
+        warnings.warn(stopped, StoppedGradientWarning, stacklevel=outside())
     return built
 
 

@@ -14,11 +14,13 @@ from ortgrad.errors import MissingPackageError
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
+from ortgrad.keywords import checked
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
 
 Kernels = Literal["python", "onnx", "compiled", "auto"]
 
 
+@checked
 def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     """Return a model that a plain onnxruntime session runs; `model` may have any gradient nodes.
 

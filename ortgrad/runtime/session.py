@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ortgrad.errors import ModelError
 from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.protos import all_nodes
+from ortgrad.keywords import checked
 from ortgrad.operators.assertions import explain
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
@@ -32,6 +33,7 @@ _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 _SMALL_MODEL = 1 << 18
 
 
+@checked
 def get_library_path() -> str:
     """Return the path of the op library, for `SessionOptions.register_custom_ops_library`.
 
@@ -42,6 +44,7 @@ def get_library_path() -> str:
     return dispatch.library_path()
 
 
+@checked
 def register(options: onnxruntime.SessionOptions) -> None:
     """Make the Python kernels available to sessions with these options. Repeated calls have no effect.
 
@@ -88,6 +91,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     [array([1.  , 0.75], dtype=float32)]
     """
 
+    @checked
     def __init__(
         self,
         path_or_bytes: ModelLike,
@@ -96,7 +100,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         kernels: Kernels = "auto",
-        **kwargs: Any,
+        disabled_optimizers: Collection[str] | None = None,
+        enable_fallback: bool = True,
+        read_config_from_model: bool | None = None,
     ) -> None:
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         level = options.log_severity_level
@@ -120,15 +126,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
             compiles=kernels in ("compiled", "auto"),
         )
-        disabled = list(kwargs.get("disabled_optimizers") or ())
+        disabled = list(disabled_optimizers or ())
         if _FUSES_TOO_MUCH:
             # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.
             disabled.append("MatmulTransposeFusion")
         if any(node.op_type == "Dropout" and any(node.input[2:]) for node in all_nodes(model.graph.node)):
             # It would remove a Dropout in training mode if nothing reads the mask.
             disabled.append("EliminateDropout")
-        if disabled:
-            kwargs["disabled_optimizers"] = disabled
+        further: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
+        if read_config_from_model is not None:
+            further["read_config_from_model"] = read_config_from_model
         try:
             if level == _NOT_CHOSEN:
                 # onnxruntime warns about every weight that can be fed, and logs errors that it also raises.
@@ -138,7 +145,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 options,
                 providers if providers is not None else ["CPUExecutionProvider"],
                 provider_options,
-                **kwargs,
+                enable_fallback=enable_fallback,
+                **further,
             )
         except onnxruntime_errors() as error:
             _explain(model, error)

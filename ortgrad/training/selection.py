@@ -11,10 +11,12 @@ import onnx
 from ortgrad.errors import NameNotFoundError
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.graph.protos import FLOATS
+from ortgrad.keywords import checked
 
 Patterns = str | Sequence[str] | None
 
 
+@checked
 def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns = None) -> list[str]:
     """Return the names of the parameters, in the order of the file.
 
