@@ -50,6 +50,7 @@ class Entry(NamedTuple):
 
     compute: int
     perform: int
+    guarded: int
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from ortgrad.fusion.kernel import fused_call, unread_operator
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
-from ortgrad.runtime import entrance
+from ortgrad.runtime import entrance, subnormals
 from ortgrad.runtime.c_api import (
     COMPUTE,
     CREATE_KERNEL,
@@ -70,6 +70,7 @@ class Owner(Protocol):
 
     kernels: list[object]
     compiles: bool
+    flushes: bool
 
     def kernel_failed(self, error: BaseException) -> None: ...
 
@@ -263,8 +264,12 @@ class _Kernel(Entrances):
         self._state: State | None = None
         # What is to be compiled, with its element types and its products.
         self._waiting: tuple[CompiledKernel, list[str], Products | None] | None = None
-        if machine_code.entry() is not None:
-            self._state = State(api.address, address_of(_python_compute()), self)
+        compiled = machine_code.entry()
+        # Runs of ortgrad's sessions do it themselves, and so does the compiled function.
+        self._flushes = compiled is None and owner is None
+        if compiled is not None:
+            guarded = compiled.guarded if owner is None or owner.flushes else 0
+            self._state = State(api.address, address_of(_python_compute()), self, guarded=guarded)
             if owner is None or owner.compiles:
                 self._waiting = self._find_compiled(info)
             if owner is None:
@@ -347,11 +352,16 @@ class _Kernel(Entrances):
     def _run(self, context: int, interruption: BaseException | None) -> Callable[[], int | None]:
         reason = interruption
         if reason is None:
+            floats = subnormals.saved() if self._flushes else None
             try:
+                subnormals.flush(floats)
                 self._compute(context)
                 return _succeeded
             except BaseException as error:
                 reason = error
+            finally:
+                if floats is not None:
+                    subnormals.restore(floats)
             # Frames refer to arrays whose memory is only valid during this call.
             _forget_frames(reason)
         if reason is interruption or is_interruption(reason):

@@ -31,11 +31,13 @@ _ALIGNMENT = 64
 class State:
     """The state of a kernel in native memory; `address` is what onnxruntime passes to the kernel."""
 
-    def __init__(self, api: int, python: int, owner: object) -> None:
+    def __init__(self, api: int, python: int, owner: object, *, guarded: int = 0) -> None:
+        """`guarded` is the address of the function that flushes subnormal numbers; 0 if it is not wanted."""
         self._fields = np.zeros(layout.STATE_SIZE, np.int64)
         self._fields[layout.STATE_API] = api
         self._fields[layout.STATE_PYTHON] = python
         self._fields[layout.STATE_OBJECT] = id(owner)
+        self._fields[layout.STATE_GUARDED] = guarded
         self._plans: list[np.ndarray] = []
         self._kernel: CompiledKernel | None = None
         self._products: Products | None = None

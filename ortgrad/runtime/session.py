@@ -17,9 +17,9 @@ from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
 from ortgrad.operators.assertions import explain
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
-from ortgrad.pipelines.prepare import Kernels, prepare_loaded
+from ortgrad.pipelines.prepare import Kernels, computes_gradients, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
-from ortgrad.runtime import native
+from ortgrad.runtime import native, subnormals
 from ortgrad.runtime.bindings import Binding, size_of
 from ortgrad.runtime.runs import Monitor
 from ortgrad.threads import call_elsewhere
@@ -84,6 +84,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     The model may also be a ModelProto, and may contain gradient nodes as onnxruntime-training writes
     them. A failing kernel stops the run and raises KernelError. The default provider is the CPU.
 
+    In a model with gradients, subnormal numbers (below 1.2e-38) are zero: behind a saturated softmax they
+    make a run many times slower. The entry "session.set_denormal_as_zero" in sess_options, "0" or "1", is
+    respected; without it, "1" is added.
+
     >>> import numpy as np, ortgrad
     >>> model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
     >>> session = ortgrad.InferenceSession(model)
@@ -113,6 +117,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         loaded, chosen = model, kernels
+        flushes = _choose_flushing(options, model)
         model = call_elsewhere(lambda: prepare_loaded(loaded, chosen, bodies=False))
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
@@ -125,6 +130,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             # The number of iterations of a Loop may depend on the values that are fed.
             steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
             compiles=kernels in ("compiled", "auto"),
+            flushes=flushes,
         )
         disabled = list(disabled_optimizers or ())
         if _FUSES_TOO_MUCH:
@@ -158,8 +164,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         create = super().__init__
 
         def owned() -> None:
-            with native.owned_by(self._monitor):
-                create(*arguments, **keywords)
+            # A process's first session sets up the thread on which it is made, too.
+            floats = subnormals.saved()
+            try:
+                with native.owned_by(self._monitor):
+                    create(*arguments, **keywords)
+            finally:
+                if floats is not None:
+                    subnormals.restore(floats)
             self._monitor.raise_stray()
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
@@ -227,6 +239,19 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+
+def _choose_flushing(options: onnxruntime.SessionOptions, model: onnx.ModelProto) -> bool:
+    """Return whether to flush subnormal numbers; if so, the threads of the session's pool do it, too.
+
+    The options decide. If they leave it open, it depends on whether there are gradients.
+    """
+    if _has_entry(options, subnormals.OPTION):
+        return bool(options.get_session_config_entry(subnormals.OPTION) == "1")
+    if not computes_gradients(model):
+        return False
+    options.add_session_config_entry(subnormals.OPTION, "1")
+    return True
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
