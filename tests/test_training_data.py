@@ -65,7 +65,7 @@ NEED_STEPS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", UNSIZED)
-@pytest.mark.parametrize("options", NEED_STEPS, ids=str)
+@pytest.mark.parametrize("options", NEED_STEPS, ids=range(len(NEED_STEPS)))
 def test_schedules_that_need_the_number_of_steps(options: dict[str, Any], kind: str) -> None:
     """Without a length they are refused; with one, they are those of data that has one."""
     found = trainer(**options)
@@ -80,7 +80,7 @@ def test_schedules_that_need_the_number_of_steps(options: dict[str, Any], kind: 
     assert (found.state.parameter("w") != before).any()
 
 
-@pytest.mark.parametrize("options", NEED_STEPS, ids=str)
+@pytest.mark.parametrize("options", NEED_STEPS, ids=range(len(NEED_STEPS)))
 def test_a_step_needs_the_number_of_steps(options: dict[str, Any]) -> None:
     with pytest.raises(TrainingError, match="total="):
         trainer(**options).step(BATCHES[0])

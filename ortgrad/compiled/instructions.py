@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
