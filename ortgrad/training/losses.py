@@ -55,7 +55,7 @@ def add_loss(
     | "cross-entropy" | of scores and an input `labels` of int64. `weight` has a factor per class, labels equal to `ignore_index` do not count. `axis` is the dimension of the classes; by default it is found from the shapes: 1 in (N, C) and (N, C, ...), the last one in (N, S, V) |
     | "mse", "l1", "huber" | of differences from an input `target`; `delta` is Huber's (default: 1) |
     | "bce" | binary cross entropy of scores (logits) and an input `target`, with `weight` and `pos_weight` |
-    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs: of the element type and shape in `types`, else like the output, or of integers if the function uses them as labels or indices |
+    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs like the output, or of the element type and shape in `types` |
     | a block of onnxblock | called with the names of output and, if given, target |
 
     `output` is the first floating-point output unless it is named, and `target` the name of the target, which
