@@ -150,9 +150,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         create = super().__init__
 
         def owned() -> None:
-            with native.owned_by(self._monitor):
-                create(*arguments, **keywords)
-            self._monitor.raise_stray()
+            try:
+                with native.owned_by(self._monitor):
+                    create(*arguments, **keywords)
+            finally:
+                # In place of onnxruntime's exception, if that is a consequence.
+                self._monitor.raise_stray()
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
         call_elsewhere(owned)
