@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import pytest
 
 import ortgrad
 from ortgrad.compiled import machine_code
+from ortgrad.graph import loading
 from ortgrad.pipelines.prepare import Kernels
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -65,6 +67,12 @@ def run_node(
     session = ortgrad.InferenceSession(model, kernels=kernels)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, dict(feeds)), strict=True))
+
+
+def session_of_passes(model: onnx.ModelProto, kernels: Kernels = FASTEST) -> ortgrad.InferenceSession:
+    """A session of a model that some passes have made, with operators that are refused in files."""
+    with mock.patch.object(loading, "refuse_internal_operators"):
+        return ortgrad.InferenceSession(model, kernels=kernels)
 
 
 def directional_derivative(

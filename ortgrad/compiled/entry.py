@@ -28,7 +28,8 @@ from ortgrad.compiled.instructions import (
 from ortgrad.compiled.libraries import inner
 
 # Places in OrtApi.
-_DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
+_DATA, _TYPE, _RANK, _SIZES, _TYPE_AND_SHAPE = 8 * 51, 8 * 60, 8 * 61, 8 * 62, 8 * 65
+_INPUT, _OUTPUT = 8 * 90, 8 * 91
 _RELEASE_STATUS, _RELEASE_VALUE, _RELEASE_INFO = 8 * 93, 8 * 96, 8 * 99
 _TENSOR_OF_MEMORY, _INVOKE, _PARALLEL_FOR = 8 * 49, 8 * 214, 8 * 274
 _ALLOCATE, _FREE, _RELEASE_ALLOCATOR, _ALLOCATOR = 8 * 75, 8 * 76, 8 * 132, 8 * 253
@@ -43,9 +44,12 @@ _INPUTS, _OUTPUTS, _CONTENTS, _PLANS = (
     8 * place
     for place in (layout.STATE_INPUTS, layout.STATE_OUTPUTS, layout.STATE_CONTENTS, layout.STATE_PLANS)
 )
-_ELEMENT, _MEMORY, _GUARDED, _PRODUCTS_OF_STATE = (
+_ELEMENT, _MEMORY, _GUARDED, _PRODUCTS_OF_STATE, _TYPES = (
     8 * place
-    for place in (layout.STATE_ELEMENT, layout.STATE_MEMORY, layout.STATE_GUARDED, layout.STATE_PRODUCTS)
+    for place in (
+        *(layout.STATE_ELEMENT, layout.STATE_MEMORY, layout.STATE_GUARDED),
+        *(layout.STATE_PRODUCTS, layout.STATE_TYPES),
+    )
 )
 _PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
     8 * place for place in (layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_FIELDS)
@@ -88,12 +92,16 @@ def _read_inputs(state: int, context: int, key: int, call: int, answers: int) ->
         if _fails(api, call3(load(api + _INPUT), context, i, answers)):
             return -1
         value = load(answers)
-        if _fails(api, call2(load(api + _DATA), value, call + _TENSORS + 8 * i)):
+        if value == 0 or _fails(api, call2(load(api + _DATA), value, call + _TENSORS + 8 * i)):
             return -1
         if _fails(api, call2(load(api + _TYPE_AND_SHAPE), value, answers)):
             return -1
         info = load(answers)
-        failed = _fails(api, call2(load(api + _RANK), info, key + 8 * length))
+        # The type is 32 bits wide.
+        store(answers, 0)
+        failed = _fails(api, call2(load(api + _TYPE), info, answers))
+        failed = failed or load(answers) != load(state + _TYPES + 8 * i)
+        failed = failed or _fails(api, call2(load(api + _RANK), info, key + 8 * length))
         rank = 0 if failed else load(key + 8 * length)
         if not failed and rank <= _MOST_DIMENSIONS:
             failed = _fails(api, call3(load(api + _SIZES), info, key + 8 * (length + 1), rank))

@@ -28,6 +28,7 @@ import numpy as np
 
 from ortgrad.errors import NodeError
 from ortgrad.fusion.expressions import Expression, find_expression, literal, own_kernel
+from ortgrad.operators.contract import MOST_DIMENSIONS
 
 Shape: TypeAlias = "tuple[int, ...]"
 _VALUE = re.compile(r"v(\d+)")
@@ -129,7 +130,7 @@ class Program:
             sums = tuple(_read_sum(text) for text in attributes["sums"])
             program = cls(operands, tuple(steps), results, sums)
             program._check()
-        except (KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
             raise NodeError(f"the program of a fused node cannot be read: {error}") from error
         return program
 
@@ -218,7 +219,10 @@ def _read_operand(text: str) -> Operand:
     type_, kind, *ones = text.split()
     if type_ not in ("float", "bool") or kind not in ("row", "one") or len(ones) > 1:
         raise ValueError(f"{text!r} describes no input")
-    return Operand(type_, kind == "row", int(ones[0]) if ones else 0)
+    count = int(ones[0]) if ones else 0
+    if not 0 <= count <= MOST_DIMENSIONS:
+        raise ValueError(f"{text!r} has {count} axes of one element")
+    return Operand(type_, kind == "row", count)
 
 
 def _read_sum(text: str) -> Total:

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
-from ortgrad.graph.validation import check_fields, check_graphs
+from ortgrad.graph.validation import check_fields, check_graphs, refuse_internal_operators
 from ortgrad.graph.versions import with_known_versions
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 
@@ -218,6 +218,7 @@ def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     if not model.opset_import or not model.HasField("graph"):
         raise ModelError(f"there is no ONNX model in {where}: graph or opset_import is missing")
     check_fields(model)
+    refuse_internal_operators(model)
     return model
 
 

@@ -47,15 +47,25 @@ class State:
         return self._fields.ctypes.data
 
     def use(
-        self, kernel: CompiledKernel, call: Call, block: int, memory: int, products: Products | None
+        self,
+        kernel: CompiledKernel,
+        call: Call,
+        block: int,
+        memory: int,
+        products: Products | None,
+        types: Sequence[int],
     ) -> None:
-        """Make the node run a compiled kernel; `memory` is the address of the OrtMemoryInfo."""
+        """Make the node run a compiled kernel; `memory` is the address of the OrtMemoryInfo.
+
+        `types` are onnxruntime's numbers of the inputs' element types.
+        """
         if products is not None:
             self._products = products
             self._fields[layout.STATE_ELEMENT] = products.element
             last = layout.STATE_PRODUCTS + len(products.operators)
             self._fields[layout.STATE_PRODUCTS : last] = products.operators
         self._fields[layout.STATE_MEMORY] = memory
+        self._fields[layout.STATE_TYPES : layout.STATE_TYPES + len(types)] = types
         contents = {row.parameter for row in call.contract.rows if row.contents}
         self._kernel = kernel
         self._fields[layout.STATE_INPUTS] = len(call.operator.inputs)

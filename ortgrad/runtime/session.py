@@ -172,7 +172,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             finally:
                 if floats is not None:
                     subnormals.restore(floats)
-            self._monitor.raise_stray()
+                # In place of onnxruntime's exception, if that is a consequence.
+                self._monitor.raise_stray()
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
         call_elsewhere(owned)
