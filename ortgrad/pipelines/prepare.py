@@ -15,6 +15,7 @@ from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
+from ortgrad.threads import forks_wait
 
 Kernels = Literal["python", "onnx", "compiled", "auto"]
 
@@ -54,10 +55,11 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
     found = _has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)
     if not found and (bodies or kernels not in ("auto", "compiled") or not is_built(model)):
         return model
-    # onnx-ir is slow to import, and models without gradient nodes do not need it.
-    from ortgrad.pipelines.prepared import prepare_proto
+    with forks_wait():
+        # onnx-ir is slow to import, and models without gradient nodes do not need it.
+        from ortgrad.pipelines.prepared import prepare_proto
 
-    with judging(model):
+    with forks_wait(), judging(model):
         return prepare_proto(model, kernels, bodies=bodies)
 
 

@@ -21,7 +21,7 @@ from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native
 from ortgrad.runtime.bindings import Binding, size_of
 from ortgrad.runtime.runs import Monitor
-from ortgrad.threads import call_elsewhere
+from ortgrad.threads import Result, call_elsewhere, forks_wait
 
 _REGISTERED = "ortgrad.registered"
 _NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # logging levels
@@ -101,13 +101,13 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         level = options.log_severity_level
         # NumPy and the binding of onnx make a TypeError of a KeyboardInterrupt that is raised inside of them.
-        model = call_elsewhere(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
+        model = _undivided(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         loaded, chosen = model, kernels
-        model = call_elsewhere(lambda: prepare_loaded(loaded, chosen, bodies=False))
+        model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False))
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
             # microseconds in a run of a small model, and nothing in others.
@@ -155,7 +155,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             self._monitor.raise_stray()
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
-        call_elsewhere(owned)
+        _undivided(owned)
         native.compile_kernels(self._monitor)
 
     def run(
@@ -219,6 +219,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+
+def _undivided(function: Callable[[], Result]) -> Result:
+    """Call a function on another thread, uninterrupted by signals and by forks in other threads."""
+
+    def call() -> Result:
+        with forks_wait():
+            return function()
+
+    return call_elsewhere(call)
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
