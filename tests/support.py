@@ -17,6 +17,8 @@ from ortgrad.compiled import machine_code
 from ortgrad.pipelines.prepare import Kernels
 
 GOLDEN = Path(__file__).parent / "golden"
+# Seconds after which a process or a thread counts as hanging. Slow and busy machines need some of them.
+PATIENCE = 900
 # Whether sessions with kernels="auto" run compiled kernels.
 COMPILES = machine_code.is_installed()
 # Without Numba, "auto" takes the place of "compiled".

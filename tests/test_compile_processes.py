@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PATIENCE
 
 import ortgrad
-from ortgrad.compiled import cache, machine_code, workers
+from ortgrad.compiled import cache, machine_code, progress, workers
 from ortgrad.compiled.progress import Progress
 from ortgrad.compiled.source import Function, Source
 from ortgrad.operators.compiled import CompiledKernel
@@ -188,6 +189,7 @@ def test_several_threads_share_the_workers(compilation: Compilation) -> None:
 def test_progress(
     compilation: Compilation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 1.0)
     monkeypatch.setattr(workers, "_SECONDS", 5)
     compilation.run()
     assert capsys.readouterr().err == "ortgrad: compiling times, plus, once for this machine\n"
@@ -232,7 +234,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
     process = workers._start(["name __import__('time').sleep(1000)"])
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(100) == 1
+    assert process.wait(PATIENCE) == 1
 
 
 KILLED = """
@@ -385,6 +387,6 @@ def test_workers_of_a_forked_process(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -422,10 +421,10 @@ def release(array: Any) -> None:
 
 def lanes(bits: int) -> int:
     """Return how many numbers of so many bits a vector register holds."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
+    features = processor.features()
+    if "avx512f" in features:
         return 512 // bits
-    return (256 if features.get("avx") and features.get("fma") else 128) // bits
+    return (256 if features >= {"avx", "fma"} else 128) // bits
 
 
 def load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:

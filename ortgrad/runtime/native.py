@@ -51,7 +51,9 @@ from ortgrad.threads import call_elsewhere
 
 _NO_ROOM = "RecursionError around a kernel of ortgrad: there is no room left to report more"
 _SPARES = 16
-_PATIENCE = 20  # milliseconds for another thread to let go of an array
+# Seconds between looks at whether another thread has let go of an array. On a busy machine it may have to
+# wait for a processor.
+_PAUSES = (*[1e-3] * 20, *[2e-2] * 50)
 
 _apis: dict[int, Api] = {}
 _operators: dict[int, NativeOperator] = {}
@@ -474,11 +476,12 @@ def _require_sole_reference(arrays: list[np.ndarray]) -> None:
     for base in [array.base for array in arrays]:
         if isinstance(base, Memory):
             base.forget()
-    for _ in range(_PATIENCE):
+    for i, pause in enumerate(_PAUSES):
         if not _is_shared(arrays):
             return
-        time.sleep(1e-3)
-    gc.collect()
+        if i == 20:
+            gc.collect()
+        time.sleep(pause)
     if _is_shared(arrays):
         raise TypeError(
             "the kernel kept an array that it was given, or a view of one; "
