@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
 from typing import Any
 
 import llvmlite.binding as llvm
+
+from ortgrad.threads import make_lock
 
 # What the loaded function is called in its object code.
 NAME = "ortgrad"
@@ -34,7 +35,7 @@ KEPT, KEPT_SIZES, KEPT_OF_A_SIZE = "ortgrad_kept", 6, 4
 _kept = (ctypes.c_int64 * (KEPT_SIZES * KEPT_OF_A_SIZE))()
 llvm.add_symbol(KEPT, ctypes.addressof(_kept))
 
-_lock = threading.Lock()
+_lock = make_lock()
 
 
 @functools.cache

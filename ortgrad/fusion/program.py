@@ -21,7 +21,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +28,7 @@ import numpy as np
 from ortgrad.errors import NodeError
 from ortgrad.fusion.expressions import Expression, find_expression, literal, own_kernel
 from ortgrad.operators.contract import MOST_DIMENSIONS
+from ortgrad.threads import lazy
 
 Shape: TypeAlias = "tuple[int, ...]"
 _VALUE = re.compile(r"v(\d+)")
@@ -83,7 +83,7 @@ class Step:
     operands: tuple[int | Constant, ...]
     attributes: tuple[tuple[str, float], ...] = ()
 
-    @cached_property
+    @lazy
     def expression(self) -> Expression:
         found = find_expression(self.operator)
         if found is None:
@@ -134,7 +134,7 @@ class Program:
             raise NodeError(f"the program of a fused node cannot be read: {error}") from error
         return program
 
-    @cached_property
+    @lazy
     def types(self) -> tuple[str, ...]:
         """The type of every value."""
         return (*(operand.type for operand in self.operands), *(s.expression.gives for s in self.steps))

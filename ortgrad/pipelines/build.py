@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 
-from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
-from ortgrad.keywords import checked, outside
+from ortgrad.keywords import checked
+from ortgrad.pipelines.stops import warn_about_stops
+from ortgrad.threads import forks_wait
 
 
 @checked
@@ -54,14 +54,14 @@ def build_gradient_model(
     >>> [value.name for value in backward.graph.output]
     ['loss', 'x_grad', 'w_grad']
     """
-    from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
+    with forks_wait():
+        from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
 
     proto = load_model(model)
     given = None if feeds is None else checked_feeds(proto, feeds)
-    with judging(proto):
+    with forks_wait(), judging(proto):
         built, stopped = build(proto, names_of(wrt), names_of(of), straight_through, given)
-    if stopped is not None:
-        warnings.warn(stopped, StoppedGradientWarning, stacklevel=outside())
+    warn_about_stops(stopped)
     return built
 
 

@@ -16,6 +16,7 @@ from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
+from ortgrad.threads import forks_wait
 
 Kernels = Literal["python", "onnx", "compiled", "auto"]
 
@@ -56,10 +57,11 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
     fuses = not bodies and kernels in ("auto", "compiled") and is_built(model)
     if not fuses and not has_gradient_nodes(model):
         return model
-    # onnx-ir is slow to import, and models without gradient nodes do not need it.
-    from ortgrad.pipelines.prepared import prepare_proto
+    with forks_wait():
+        # onnx-ir is slow to import, and models without gradient nodes do not need it.
+        from ortgrad.pipelines.prepared import prepare_proto
 
-    with judging(model):
+    with forks_wait(), judging(model):
         return prepare_proto(model, kernels, bodies=bodies)
 
 

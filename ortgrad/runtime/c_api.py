@@ -8,7 +8,6 @@ are constants. The callbacks implement version 16 of the API, the first in which
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import math
 import weakref
@@ -21,6 +20,7 @@ import numpy as np
 import onnxruntime
 
 from ortgrad.compiled.layout import PRODUCT_KINDS
+from ortgrad.threads import lazy
 
 VERSION = 16
 # ONNXTensorElementDataType
@@ -269,7 +269,7 @@ class Api:
             self._release_type(type_)
         return element.value
 
-    @functools.cached_property
+    @lazy
     def memory(self) -> int:
         """The address of the OrtMemoryInfo of ordinary memory."""
         memory = c_void_p()

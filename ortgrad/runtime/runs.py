@@ -19,7 +19,7 @@ import onnxruntime
 
 from ortgrad.operators.assertions import explain
 from ortgrad.runtime import subnormals
-from ortgrad.threads import Result, call_elsewhere
+from ortgrad.threads import Result, call_elsewhere, make_lock
 
 # Runs up to this many seconds stay on the main thread, where they delay signals.
 _SHORT = 0.02
@@ -56,7 +56,7 @@ class Monitor:
         self.compiles, self.flushes = compiles, flushes
         self._parallel = parallel
         self._steady = steady
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = make_lock()
         self._runs: dict[int, _Run] = {}
         self._async_runs: set[_Run] = set()
         self._stray: dict[int, BaseException] = {}

@@ -22,7 +22,7 @@ from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native, subnormals
 from ortgrad.runtime.bindings import Binding, size_of
 from ortgrad.runtime.runs import Monitor
-from ortgrad.threads import call_elsewhere
+from ortgrad.threads import Result, call_elsewhere, forks_wait
 
 _REGISTERED = "ortgrad.registered"
 _NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # logging levels
@@ -111,14 +111,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         level = options.log_severity_level
         # NumPy and the binding of onnx make a TypeError of a KeyboardInterrupt that is raised inside of them.
-        model = call_elsewhere(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
+        model = _undivided(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         loaded, chosen = model, kernels
         flushes = _choose_flushing(options, model)
-        model = call_elsewhere(lambda: prepare_loaded(loaded, chosen, bodies=False))
+        model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False))
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
             # microseconds in a run of a small model, and nothing in others.
@@ -176,7 +176,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 self._monitor.raise_stray()
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
-        call_elsewhere(owned)
+        _undivided(owned)
         native.compile_kernels(self._monitor)
 
     def run(
@@ -253,6 +253,16 @@ def _choose_flushing(options: onnxruntime.SessionOptions, model: onnx.ModelProto
         return False
     options.add_session_config_entry(subnormals.OPTION, "1")
     return True
+
+
+def _undivided(function: Callable[[], Result]) -> Result:
+    """Call a function on another thread, uninterrupted by signals and by forks in other threads."""
+
+    def call() -> Result:
+        with forks_wait():
+            return function()
+
+    return call_elsewhere(call)
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:

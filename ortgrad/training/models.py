@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -10,11 +9,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ortgrad.errors import ModelError, NameNotFoundError, StoppedGradientWarning, TrainingModelError
+from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
 from ortgrad.graph.loading import judging, load_model
 from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
-from ortgrad.keywords import outside
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.pipelines.stops import warn_about_stops
+from ortgrad.threads import forks_wait
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.versions import limit_versions
 
@@ -137,7 +137,8 @@ def build_models(
     forward.graph.input.extend(value for value in parameters.inputs if value.name not in fixed)
     forward.graph.initializer.extend(parameters.constants)
     try:
-        training = _with_gradients(in_training(load_model(forward), untrained), wrt, loss)
+        with forks_wait():
+            training = _with_gradients(in_training(load_model(forward), untrained), wrt, loss)
     except NameNotFoundError as error:
         raise TrainingModelError(str(error)) from error
     _arrange(training, inputs, outputs, wrt)
@@ -165,8 +166,7 @@ def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx
         raise
     except ModelError as error:
         raise TrainingModelError(f"the training model cannot be built: {error}") from error
-    if stopped is not None:
-        warnings.warn(stopped, StoppedGradientWarning, stacklevel=outside())
+    warn_about_stops(stopped)
     return built
 
 
