@@ -44,6 +44,12 @@ class Progress:
         hint = f"{left:.0f} s left, " if left >= SHORT else ""
         self._draw(f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total} {hint}{text}")
 
+    def say(self, line: str) -> None:
+        """Write a line that stays, if the bar is shown."""
+        if self._show:
+            self._draw("")
+            self._stream.write(f"{line}\n")
+
     def _draw(self, line: str) -> None:
         if not self._show:
             return

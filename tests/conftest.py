@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
+
+import pytest
+
+from ortgrad.compiled import progress
 
 
 def pytest_collection_finish() -> None:
@@ -10,3 +15,9 @@ def pytest_collection_finish() -> None:
     PyTorch these would take a tenth of the time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_word_of_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether compilation takes so long that it is announced depends on the machine and on earlier tests."""
+    monkeypatch.setattr(progress, "_PATIENCE", math.inf)

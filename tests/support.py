@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -14,9 +15,12 @@ import pytest
 
 import ortgrad
 from ortgrad.compiled import machine_code
+from ortgrad.graph import loading
 from ortgrad.pipelines.prepare import Kernels
 
 GOLDEN = Path(__file__).parent / "golden"
+# Seconds after which a process or a thread counts as hanging. Slow and busy machines need some of them.
+PATIENCE = 900
 # Whether sessions with kernels="auto" run compiled kernels.
 COMPILES = machine_code.is_installed()
 # Without Numba, "auto" takes the place of "compiled".
@@ -63,6 +67,12 @@ def run_node(
     session = ortgrad.InferenceSession(model, kernels=kernels)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, dict(feeds)), strict=True))
+
+
+def session_of_passes(model: onnx.ModelProto, kernels: Kernels = FASTEST) -> ortgrad.InferenceSession:
+    """A session of a model that some passes have made, with operators that are refused in files."""
+    with mock.patch.object(loading, "refuse_internal_operators"):
+        return ortgrad.InferenceSession(model, kernels=kernels)
 
 
 def directional_derivative(

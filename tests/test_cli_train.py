@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import ortgrad
 from ortgrad.cli import main
 from ortgrad.cli.demo import digits
+from ortgrad.cli.wording import for_command_line
 from ortgrad.training.api import CheckpointState, Module, Optimizer
+from ortgrad.training.artifacts import LossType, generate_artifacts
 
 CNN = str(Path(__file__).parents[1] / "models" / "cnn.onnx")
 
@@ -114,6 +117,134 @@ def test_artifacts(folder: Path, capsys: pytest.CaptureFixture[str], optimizer: 
     assert losses[-1] < losses[0]
 
 
-def test_artifacts_without_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["artifacts", CNN, "-o", str(folder / "no"), "--loss", "mse"]) == 2
-    assert "no folder" in capsys.readouterr().err
+def test_artifacts_make_their_folder(folder: Path) -> None:
+    assert main(["artifacts", CNN, "-o", str(folder / "new" / "folder"), "--loss", "cross-entropy"]) == 0
+    files = sorted(path.name for path in (folder / "new" / "folder").iterdir())
+    assert files == ["checkpoint", "eval_model.onnx", "optimizer_model.onnx", "training_model.onnx"]
+    other = folder / "other" / "folder"
+    generate_artifacts(
+        onnx.load(CNN), ["fc.weight"], artifact_directory=other, loss=LossType.CrossEntropyLoss
+    )
+    assert (other / "training_model.onnx").exists()
+    (folder / "file").write_text("")
+    assert main(["artifacts", CNN, "-o", str(folder / "file"), "--loss", "mse"]) == 2
+
+
+def test_adam_and_statistics(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--optimizer", "adam", "--wrt", "fc.*", "--statistics", "none") == 0
+    assert "2 parameters with 650 elements were trained" in capsys.readouterr().out
+
+
+# Files that a command reads are not overwritten
+
+
+def save_external(path: Path, data: str) -> None:
+    model = onnx.load(CNN)
+    onnx.save_model(model, str(path), save_as_external_data=True, location=data, size_threshold=0)
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    data = ["--data", str(folder / "train.npz"), "--loss", "cross-entropy", "--epochs", "0"]
+    return {
+        "grad": ["grad", "MODEL", "-o", "OUT"],
+        "prepare": ["prepare", "MODEL", "-o", "OUT"],
+        "train": ["train", "MODEL", "-o", "OUT", *data],
+        "checkpoint": ["train", "MODEL", "-o", str(folder / "t.onnx"), "--checkpoint", "OUT", *data],
+        "curve": ["train", "MODEL", "-o", str(folder / "t.onnx"), "--curve", "OUT", *data],
+    }
+
+
+KINDS = ["itself", "link", "relative", "external", "external_of_output"]
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [*(("grad", kind) for kind in KINDS)]
+    + [(command, kind) for command in ("prepare", "train", "checkpoint", "curve") for kind in KINDS[::3]],
+)
+def test_a_command_does_not_overwrite_what_it_reads(
+    command: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder / "m.onnx"
+    save_external(model, "out.onnx.data")
+    out = {
+        "itself": model,
+        "link": folder / "link.onnx",
+        "relative": folder / "x" / ".." / "m.onnx",
+        "external": folder / "out.onnx.data",
+        "external_of_output": folder / "out.onnx",
+    }[kind]
+    (folder / "x").mkdir()
+    (folder / "link.onnx").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    arguments = [{"MODEL": str(model), "OUT": str(out)}.get(a, a) for a in commands(folder)[command]]
+    assert main(arguments) == 2
+    assert "name another file" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_data_and_artifacts_are_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "training_model.onnx"
+    model.write_bytes(Path(CNN).read_bytes())
+    assert main(["artifacts", str(model), "-o", str(folder), "--loss", "cross-entropy"]) == 2
+    for option in (["-o", str(folder / "train.npz")], ["--checkpoint", str(folder / "train.npz")]):
+        assert run(folder, *option) == 2
+    assert capsys.readouterr().err.count("name another file") == 3
+    assert model.read_bytes() == Path(CNN).read_bytes()
+
+
+# Errors in the words of the command line
+
+KEYWORD = re.compile(r"(?<![-\w])[a-z]+(_[a-z]+)*=")
+UNDERSCORES = re.compile(r"(?<![-\w./])(learning_rate|batch_size|checkpoint_every|weight_decay|clip_norm)\b")
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "wrt": (["grad", CNN, "-o", "OUT", "--wrt", "nothing"], "--wrt 'nothing'"),
+    "wrt_pattern": (["grad", CNN, "-o", "OUT", "--wrt", "nothing.*"], "--wrt 'nothing.*'"),
+    "of": (["grad", CNN, "-o", "OUT", "--of", "nothing"], "--of 'nothing'"),
+    "explain": (["explain", CNN, "--wrt", "nothing"], "--wrt 'nothing'"),
+    "check": (["check", CNN, "--wrt", "nothing"], "--wrt 'nothing'"),
+    "train_wrt": (["train", CNN, "-o", "OUT", "--wrt", "nothing"], "--wrt 'nothing'"),
+    "train_exclude": (["train", CNN, "-o", "OUT", "--exclude", "nothing"], "--exclude 'nothing'"),
+    "train_all_excluded": (["train", CNN, "-o", "OUT", "--exclude", "*"], "with --wrt"),
+    "loss_output": (["train", CNN, "-o", "OUT", "--loss-output", "no"], "--loss-output 'no'"),
+    "target": (["train", CNN, "-o", "OUT", "--target", "logits"], "--target"),
+    "learning_rate": (["train", CNN, "-o", "OUT", "--learning-rate", "-1"], "--learning-rate is -1"),
+    "weight_decay": (["train", CNN, "-o", "OUT", "--weight-decay", "-1"], "--weight-decay is -1"),
+    "clip_norm": (["train", CNN, "-o", "OUT", "--clip-norm", "0"], "--clip-norm is 0"),
+    "batch_size": (["train", CNN, "-o", "OUT", "--batch-size", "0"], "--batch-size is 0"),
+    "every": (["train", CNN, "-o", "OUT", "--checkpoint-every", "5"], "--checkpoint-every"),
+    "patience": (["train", CNN, "-o", "OUT", "--patience", "5"], "--eval"),
+    "artifacts": (["artifacts", CNN, "-o", "OUT", "--wrt", "nothing"], "--wrt 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_errors_name_the_options(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, words = MISTAKES[name]
+    arguments = [str(folder / "out.onnx") if a == "OUT" else a for a in arguments]
+    if arguments[0] == "train":
+        arguments += ["--data", str(folder / "train.npz"), "--loss", "cross-entropy"]
+    assert main(arguments) == 2
+    text = capsys.readouterr().err
+    assert words in text
+    unquoted = re.sub(r"'[^']*'", "''", text)
+    assert not KEYWORD.search(unquoted), text
+    assert not UNDERSCORES.search(unquoted), text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("wrt='a' and of='b'", "--wrt 'a' and --of 'b'"),
+        ("name its input, output='z'", "name its input, --loss-output 'z'"),
+        ("axis=1 or axis=-1", "--axis 1 or --axis -1"),
+        ("give the target another name, target=", "give the target another name, --target"),
+        ("straight_through=False excludes", "--no-straight-through excludes"),
+        ("prepare with kernels='onnx'", "prepare with --kernels 'onnx'"),
+        ("the value 'wrt=x' and 'learning_rate'", "the value 'wrt=x' and 'learning_rate'"),
+        ("requires_grad='w' is no initializer", "--wrt 'w' is no initializer"),
+        ("one of a.learning_rate, off=3", "one of a.learning_rate, off=3"),
+    ],
+)
+def test_wording(text: str, expected: str) -> None:
+    assert for_command_line(text) == expected

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PATIENCE
 
 import ortgrad
-from ortgrad.compiled import cache, machine_code, workers
+from ortgrad.compiled import cache, machine_code, progress, workers
 from ortgrad.compiled.progress import Progress
 from ortgrad.compiled.source import Function, Source
 from ortgrad.operators.compiled import CompiledKernel
@@ -187,6 +189,7 @@ def test_several_threads_share_the_workers(compilation: Compilation) -> None:
 def test_progress(
     compilation: Compilation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 1.0)
     monkeypatch.setattr(workers, "_SECONDS", 5)
     compilation.run()
     assert capsys.readouterr().err == "ortgrad: compiling times, plus, once for this machine\n"
@@ -231,7 +234,64 @@ def test_workers_end_with_the_process_that_started_them() -> None:
     process = workers._start(["name __import__('time').sleep(1000)"])
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(100) == 1
+    assert process.wait(PATIENCE) == 1
+
+
+KILLED = """
+import os, sys, threading
+from ortgrad.compiled import workers
+started, start = [], workers._start
+
+def told(share):
+    started.append(start(share))
+    print(started[-1].pid, flush=True)
+    return started[-1]
+
+workers._start = told
+loop = "name (lambda f: f(f))(lambda f: [sum(range(10 ** 9)) for _ in iter(int, 1)])"
+threading.Thread(target=workers.run, args=([[loop]] * 2, 1000, threading.Event())).start()
+while len(started) < 2:
+    pass
+import time
+time.sleep(float(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(30)
+    os._exit(0)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork, and no SIGKILL")
+@pytest.mark.parametrize("delay", [0.0, 0.03, 0.3, 1.0, 2.5])
+def test_workers_end_within_two_seconds_after_their_parent_is_killed(delay: float) -> None:
+    """At any moment: while Python starts, while Numba is imported, while a kernel is compiled.
+
+    A process that the parent has forked holds the pipes of the workers open.
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(delay)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    assert parent.stdout.readline() == "ready\n"
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 2
+    while (alive := [pid for pid in pids if _exists(pid)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    parent.stdout.close()
+    assert not alive
+
+
+def _exists(pid: int) -> bool:
+    """Return whether a process runs. One that has ended may still wait to be collected."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 INTERRUPTED = """
@@ -327,6 +387,6 @@ def test_workers_of_a_forked_process(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -174,7 +175,8 @@ def test_a_registered_session_runs_compiled_kernels(monkeypatch: pytest.MonkeyPa
 
 def test_kernels_come_from_the_cache_without_numba(tmp_path: Path) -> None:
     assert run_script(SCRIPT, tmp_path) == "[0. 2.] True\n"
-    assert len(list(tmp_path.iterdir())) == 3
+    # The functions that all kernels share, and one kernel.
+    assert len(list(tmp_path.iterdir())) == len(machine_code.Entry._fields) + 1
     assert run_script(SCRIPT, tmp_path) == "[0. 2.] False\n"
 
 
@@ -642,3 +644,27 @@ def test_a_release_of_numba_whose_compiler_has_changed() -> None:
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "kernels are not compiled: Numba has changed" in done.stderr
+
+
+NARROW = """
+import numpy as np, ortgrad
+from ortgrad.compiled import instructions, processor
+nodes, numbers = ortgrad.nodes, np.random.default_rng(0)
+x, w = numbers.random((2, 5, 9, 7), np.float32), numbers.random((6, 5, 3, 3), np.float32)
+dy = numbers.random((2, 6, 9, 7), np.float32)
+model = nodes.make_model(
+    nodes.conv_grad("dY", "X", "W", ["dX", "dW", "dB"], pads=[1, 1, 1, 1], kernel_shape=[3, 3])
+)
+feeds = {"dY": dy, "X": x, "W": w}
+results = [ortgrad.InferenceSession(model, kernels=k).run(None, feeds) for k in ("compiled", "onnx")]
+for actual, expected in zip(*results):
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+print(instructions.lanes(32), processor.has_many_registers(), processor.description()[0])
+"""
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="names features of x86")
+def test_kernels_for_another_processor(tmp_path: Path) -> None:
+    """As Numba does, kernels are compiled for the processor that its variables name."""
+    variables = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2,-avx,-avx2,-fma,-avx512f"}
+    assert run_script(NARROW, tmp_path, **variables) == "4 False x86-64\n"

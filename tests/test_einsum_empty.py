@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rule_support import one_node
+from support import PATIENCE
 from test_transposes import make_session, run
 
 import ortgrad
@@ -90,7 +91,7 @@ def test_gradients_of_empty_operands() -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

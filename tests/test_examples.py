@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from support import PATIENCE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -129,7 +130,7 @@ def test_custom_rule() -> None:
     )
     script = str(EXAMPLES / "custom_rule.py")
     result = subprocess.run(
-        [sys.executable, "-c", code, script], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code, script], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert result.returncode == 0, result.stderr
     assert "SquarePlus hidden  ok" in result.stdout

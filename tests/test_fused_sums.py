@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import helper
-from support import COMPILES, FASTEST, needs_numba
+from support import COMPILES, FASTEST, needs_numba, session_of_passes
 
 import ortgrad
 from ortgrad.errors import NodeError
@@ -336,7 +336,7 @@ def test_a_sum_that_the_group_reads_is_computed_before() -> None:
     prepared = fused(model)
     assert sum(len(each["sums"]) for each in attributes(prepared)) == 1
     x, d = (np.random.default_rng(i).standard_normal((5, 40)).astype("f") for i in range(2))
-    z, s = ortgrad.InferenceSession(fused(model), kernels=FASTEST).run(None, {"x": x, "d": d})
+    z, s = session_of_passes(fused(model)).run(None, {"x": x, "d": d})
     total = (x * d).sum(1, keepdims=True)
     np.testing.assert_allclose(s, total, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(z, (d - total) * x + x * d, rtol=1e-4, atol=1e-4)
@@ -367,7 +367,7 @@ def test_what_drops_axes_of_a_sum(after: str, left: list[str]) -> None:
     assert [name for name in ("Squeeze", "Reshape") if found[name]] == left
     arrays = {name: np.random.default_rng(5).standard_normal((2, 6, 3, 4)).astype("f") for name in "xw"}
     expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, arrays)[0]
-    actual = ortgrad.InferenceSession(fused(model), kernels=FASTEST).run(None, arrays)[0]
+    actual = session_of_passes(fused(model)).run(None, arrays)[0]
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -379,7 +379,7 @@ def test_axes_that_are_not_known_are_left_alone() -> None:
     assert graph_of(fused(model))["ReduceSum"] == 1
     model = parse("T[N,6] x", "{ m = Mul(x, x) y = ReduceSum <keepdims = 0> (m) }")
     assert graph_of(fused(model)) == {"Fused": 1}
-    session = ortgrad.InferenceSession(fused(model), kernels=FASTEST)
+    session = session_of_passes(fused(model))
     assert session.run(None, {"x": np.ones((3, 6), "f")}) == [18]
 
 
@@ -391,13 +391,13 @@ def test_copies_do_not_divide_groups() -> None:
     prepared = fused(model)
     assert graph_of(prepared) - Counter(["Shape"]) == {"Fused": 1}
     x, s = (np.random.default_rng(6).standard_normal(n).astype("f") for n in ((2, 6, 4, 5), (2, 6, 1, 1)))
-    y = ortgrad.InferenceSession(fused(model), kernels=FASTEST).run(None, {"x": x, "s": s})[0]
+    y = session_of_passes(fused(model)).run(None, {"x": x, "s": s})[0]
     np.testing.assert_allclose(y, x * s + x, rtol=1e-6)
 
 
 def test_an_expand_that_makes_the_result_larger_is_kept() -> None:
     model = parse("T[1,6] x, T[1,6] s, int64[2] n", "{ e = Expand(s, n) m = Mul(x, e) y = Add(m, x) }")
-    y = ortgrad.InferenceSession(fused(model), kernels=FASTEST).run(
+    y = session_of_passes(fused(model)).run(
         None, {"x": np.ones((1, 6), "f"), "s": np.ones((1, 6), "f"), "n": np.array([4, 6])}
     )[0]
     assert y.shape == (4, 6)

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import COMPILES, FASTEST, KERNELS, needs_numba
+from support import COMPILES, FASTEST, KERNELS, needs_numba, session_of_passes
 
 import ortgrad
 from ortgrad.compiled import functions, mathematics
@@ -91,7 +91,7 @@ def run_stock(model: onnx.ModelProto, feeds: Arrays) -> list[np.ndarray]:
 
 
 def run_fused(model: onnx.ModelProto, feeds: Arrays) -> list[np.ndarray]:
-    return ortgrad.InferenceSession(fused(model), kernels=FASTEST).run(None, feeds)
+    return session_of_passes(fused(model)).run(None, feeds)
 
 
 def assert_same(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], factor: float = 1.0) -> None:
@@ -475,7 +475,7 @@ def feeds_of(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int = 0) ->
 @pytest.mark.parametrize("seed", range(25))
 def test_random_graphs(seed: int, element: str) -> None:
     model = random_graph(seed, element)
-    sessions = ortgrad.InferenceSession(fused(model), kernels=FASTEST)
+    sessions = session_of_passes(fused(model))
     for sizes in ({"A": 2, "B": 3, "C": 5}, {"A": 1, "B": 4, "C": 1}, {"A": 3, "B": 0, "C": 2}):
         feeds = feeds_of(model, sizes, seed)
         assert_same(sessions.run(None, feeds), run_stock(model, feeds), 8)
@@ -521,7 +521,7 @@ def test_sizes_that_are_not_as_declared() -> None:
     ]
     shapes = {"x": ("float32", ["N", "C"]), "y": ("float32", ["N", "C"])}
     model = model_of(nodes, shapes, ["b", "d"])
-    session = ortgrad.InferenceSession(fused(model), kernels=FASTEST)
+    session = session_of_passes(fused(model))
     generator = np.random.default_rng(0)
     for other in ((3, 4), (3, 1), (1, 4), (1, 1), (3, 4)):
         feeds = {
@@ -543,7 +543,7 @@ def test_errors_name_the_original_node() -> None:
         helper.make_node("Add", ["a", "y"], ["b"], name="layer/add"),
     ]
     model = model_of(nodes, {"x": ("float32", ["N"]), "y": ("float32", ["N"])}, ["b"])
-    session = ortgrad.InferenceSession(fused(model), kernels=FASTEST)
+    session = session_of_passes(fused(model))
     with pytest.raises(ortgrad.KernelError, match="layer/add"):
         session.run(None, {"x": np.zeros(2, np.float32), "y": np.zeros(3, np.float32)})
 
@@ -782,7 +782,7 @@ def test_a_malformed_node_fails_when_it_runs() -> None:
     (node,) = model.graph.node
     for text in (b"{}", b"nonsense", node.attribute[0].s.replace(b"Exp", b"Oops")):
         node.attribute[0].s = text
-        session = ortgrad.InferenceSession(model, kernels=FASTEST)
+        session = session_of_passes(model)
         with pytest.raises(ortgrad.KernelError):
             session.run(None, {"x": np.zeros(2, np.float32)})
 

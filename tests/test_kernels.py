@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support import PATIENCE
 
 from ortgrad.ops import _kernels as kernels
 
@@ -28,7 +29,7 @@ def test_parallel_calls_each_index_once(threads: int, count: int) -> None:
 
 def test_parallel_uses_the_threads(threads: int) -> None:
     # Nobody passes before all are there.
-    barrier = threading.Barrier(threads, timeout=60)
+    barrier = threading.Barrier(threads, timeout=PATIENCE)
     kernels.parallel(lambda i: barrier.wait(), threads)
 
 

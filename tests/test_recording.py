@@ -14,6 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from support import PATIENCE
 
 import ortgrad
 from ortgrad.autodiff import rules
@@ -166,7 +167,7 @@ def test_an_error_ends_the_arithmetic() -> None:
 
 
 def test_two_threads_record_at_once() -> None:
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=PATIENCE)
     recorders = [Recorder(OPSET), Recorder(OPSET)]
     failures: list[BaseException] = []
 

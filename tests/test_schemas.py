@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import parser
+from support import PATIENCE
 
 import ortgrad
 import ortgrad.operators.schema
@@ -29,10 +30,14 @@ g (float[N,1,8,8] x, float[2,1,3,3] w) => (float[N,2,3,3] y)
 
 def in_another_process(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr
+    # Kernels may have to be compiled, and that is announced.
+    assert all(line.startswith("ortgrad: compiling ") for line in done.stderr.splitlines()), done.stderr
     return done.stdout
 
 

@@ -80,19 +80,21 @@ def test_ctrl_c_in_a_training_loop(way: str) -> None:
 
         def interrupt(delay):
             time.sleep(delay)
-            sent.append(time.perf_counter())
             os.kill(os.getpid(), signal.SIGINT)
+            sent.append(delay)
 
+        # A run that begins after the signal must not come to its end.
         late = interrupted = 0
-        for _ in range(40):
+        for i in range(40):
             thread = threading.Thread(target=interrupt, args=(random.uniform(0.002, 0.04),))
             try:
                 thread.start()
-                while not sent or time.perf_counter() - sent[-1] < 10:
+                while late == 0:
+                    begins_late = len(sent) > i
                     session.run(None, feeds)
+                    late += begins_late
             except KeyboardInterrupt:
                 interrupted += 1
-                late += time.perf_counter() - sent[-1] > 1
             thread.join()
             for actual, right in zip(session.run(None, feeds), expected):
                 np.testing.assert_array_equal(actual, right)
@@ -163,17 +165,17 @@ def test_a_long_run_without_python_kernels_is_stopped_at_once() -> None:
         x = np.ones((300, 300), np.float32)
         options = onnxruntime.RunOptions()
         for given in (None, options):
-            for n in (100_000, 100_000):
+            for _ in range(2):
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-                start = time.perf_counter()
                 try:
-                    session.run(None, {"x": x, "n": np.array(n)}, given)
+                    # To its end, this run would take a day.
+                    session.run(None, {"x": x, "n": np.array(10**9)}, given)
                 except KeyboardInterrupt:
-                    print(time.perf_counter() - start < 2)
+                    print("stopped")
                 session.run(None, {"x": x, "n": np.array(1)}, given)
         print(options.terminate)
     """
-    assert run_script(LOOP, script) == ["True", "True", "True", "True", "False"]
+    assert run_script(LOOP, script) == [*["stopped"] * 4, "False"]
 
 
 def test_near_the_recursion_limit() -> None:

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support import GOLDEN, assert_close
+from support import GOLDEN, PATIENCE, assert_close
 
 import ortgrad
 from ortgrad.errors import (
@@ -1106,4 +1106,4 @@ for i in range(8):
     assert np.array_equal(state.parameters["w"].grad, gradient[1])
 assert interrupted == 8
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=PATIENCE)

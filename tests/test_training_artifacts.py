@@ -365,7 +365,6 @@ LINEAR = "g (float[N, 3] x) => (float[N, 2] y) { y = MatMul(x, w) }"
         ({"loss_input_names": ["missing"]}, LookupError, "'missing'"),
         ({"ort_format": True}, RuntimeError, "ORT format"),
         ({"custom_op_library": "missing.so"}, RuntimeError, "missing.so"),
-        ({"artifact_directory": "missing"}, FileNotFoundError, "missing"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

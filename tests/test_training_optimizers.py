@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
-from support import GOLDEN
+from support import GOLDEN, PATIENCE
 
 import ortgrad
 from ortgrad.compiled import machine_code
@@ -489,7 +489,7 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
 
 def test_kernels_are_compiled_here() -> None:

@@ -25,7 +25,7 @@ from ortgrad.errors import (
     TrainingError,
     TrainingModelError,
 )
-from ortgrad.training import SGD, Adagrad, AdamW, RMSprop, Trainer, checkpoint
+from ortgrad.training import SGD, Adagrad, Adam, AdamW, RMSprop, Trainer, checkpoint
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 
@@ -85,6 +85,11 @@ def assert_same(found: Trainer, tensors: dict[str, torch.Tensor], tolerance: flo
 
 OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": (AdamW(0.02, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.02, weight_decay=0.1)),
+    "adam": (Adam(0.02, weight_decay=0.1), lambda p: torch.optim.Adam(p, 0.02, weight_decay=0.1)),
+    "adam_plain": (
+        Adam(0.02, beta1=0.8, epsilon=1e-4),
+        lambda p: torch.optim.Adam(p, 0.02, (0.8, 0.999), 1e-4),
+    ),
     "sgd": (SGD(0.1, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)),
     "momentum": (
         SGD(0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
@@ -132,6 +137,7 @@ def test_optimizers(name: str) -> None:
 
 PASSES = {
     "clamp": (kernels.clamp, {"bound": 0.5}),
+    "add_decay": (kernels.add_decay, {"decay": 0.2}),
     "decayed_sgd": (kernels.decayed_sgd, {"rate": 0.1, "decay": 0.2}),
     "momentum": (
         kernels.momentum_sgd,

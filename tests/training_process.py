@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from support import PATIENCE
 
 TEXT = """<ir_version: 8, opset_import: ["": 18]>
 g (float[N, 6] x) => (float[N, 3] y) {
@@ -101,7 +102,7 @@ def killed(folder: Path, kills: int, longest: float = 4.0) -> tuple[dict[str, np
         # Most of the time before it trains is spent on imports.
         checkpoint = folder / "training.safetensors"
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + PATIENCE
         while time.monotonic() < limit and process.poll() is None:
             if checkpoint.exists() and checkpoint.stat().st_mtime_ns != before:
                 break

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import RegistrationError
+from ortgrad.keywords import checked
 from ortgrad.operators.declaration import find_anywhere
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class UnsupportedError(Exception):
 _rules: dict[tuple[str, str], Rule] = {}
 
 
+@checked
 def gradient(
     *op_types: str,
     domain: str = "",

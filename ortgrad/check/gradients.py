@@ -20,17 +20,19 @@ from ortgrad.check.randomness import training_switches, with_fixed_draws, with_m
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.rounding import rounding_behind
 from ortgrad.check.sessions import Backward
-from ortgrad.check.stops import quiet_stops
 from ortgrad.check.targets import differentiable
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.metadata import names_in
 from ortgrad.graph.protos import FLOATS
+from ortgrad.keywords import checked
 from ortgrad.pipelines.build import build_gradient_model, names_of
 from ortgrad.pipelines.prepare import Kernels
+from ortgrad.pipelines.stops import quiet_stops
 
 
+@checked
 def check_gradients(
     model: ModelLike,
     feeds: Mapping[str, np.ndarray] | None = None,

@@ -14,13 +14,13 @@ from ortgrad.check.comparison import Clock
 from ortgrad.check.judging import TIME_OUT
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.sessions import values_of
-from ortgrad.check.stops import quiet_stops
 from ortgrad.check.targets import not_differentiable
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.graph.loading import one_line
 from ortgrad.graph.protos import FLOATS, declared_values, dependencies
 from ortgrad.operators.schema import with_schemas
+from ortgrad.pipelines.stops import quiet_stops
 
 
 class PathNode(NamedTuple):

@@ -16,6 +16,7 @@ SEEN = (
     "(see numpy.savez)"
 )
 
+OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 TRAIN = "Train a forward model on the arrays of an npz file, and write the trained forward model."
 TRAINED = "what is trained: names or patterns such as 'layer4.*' (default: the parameters)"
 
@@ -178,8 +179,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "name of a scalar in the model",
     )
     add("--loss-output", metavar="NAME", help="the value that the loss is of (default: the first output)")
+    add("--axis", type=int, metavar="N", help="the dimension of the classes, for cross-entropy")
     add("--target", metavar="NAME", help="the array with the target (default: labels, or target)")
-    add("--optimizer", choices=["adamw", "sgd", "rmsprop", "adagrad"], default="adamw", help="default: adamw")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
     add("--learning-rate", type=float, metavar="R", help="default: that of the optimizer")
     add("--weight-decay", type=float, metavar="D", help="default: that of the optimizer")
     add("--momentum", type=float, metavar="M", help="for sgd and rmsprop (default: 0)")
@@ -190,6 +192,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=int, default=1, metavar="N", help="default: 1")
     add("--batch-size", type=int, default=32, metavar="N", help="default: 32")
     _add_trained(parser)
+    _add_statistics(parser)
     add("--eval", metavar="FILE.npz", help="held-out data, or a fraction of the data, such as 0.2")
     add("--metric", choices=["accuracy", "mse"], help="what is computed of the held-out data")
     add("--patience", type=int, metavar="N", help="stop after N epochs without an improvement")
@@ -213,6 +216,17 @@ def _add_artifacts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="the names of the files begin with it")
     _add_trained(parser)
+    _add_statistics(parser)
+
+
+def _add_statistics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--statistics",
+        choices=["trained", "all", "none"],
+        default="trained",
+        help="batch normalizations whose running statistics are updated: those with a trained parameter, "
+        "all, or none (default: trained)",
+    )
 
 
 def _add_trained(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from ortgrad.cli.train import existing_folder
+from ortgrad.cli.files import output_path
 from ortgrad.graph.loading import load_model
 from ortgrad.training.artifacts import LossType, OptimType, generate_artifacts
 from ortgrad.training.selection import selected
-from ortgrad.training.statistics import running_statistics
+from ortgrad.training.statistics import running_statistics, untrained_normalizations
 
 LOSSES = {
     "cross-entropy": LossType.CrossEntropyLoss,
@@ -16,15 +17,19 @@ LOSSES = {
     "l1": LossType.L1Loss,
     "bce": LossType.BCEWithLogitsLoss,
 }
+FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
 OPTIMIZERS = {"adamw": OptimType.AdamW, "sgd": OptimType.SGD}
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the four files and print their names."""
-    folder = existing_folder(arguments.output)
+    folder = Path(arguments.output)
+    for name in FILES if folder.is_dir() else ():
+        output_path(str(folder / (arguments.prefix + name)), arguments.model)
     model = load_model(arguments.model)
     trained = selected(model, arguments.wrt, arguments.exclude)
-    statistics = [name for name in running_statistics(model) if name not in trained]
+    untrained = untrained_normalizations(model, trained, selected(model), arguments.statistics)
+    statistics = [name for name in running_statistics(model, untrained) if name not in trained]
     generate_artifacts(
         arguments.model,
         requires_grad=trained,
@@ -35,6 +40,6 @@ def command(arguments: argparse.Namespace) -> int:
         prefix=arguments.prefix,
     )
     print(f"{len(trained)} parameters are trained, {len(statistics)} are running statistics")
-    for name in ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"):
+    for name in FILES:
         print(f"  {folder / (arguments.prefix + name)}")
     return 0

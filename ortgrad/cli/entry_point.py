@@ -12,6 +12,7 @@ from typing import TextIO
 
 from ortgrad.cli.arguments import make_parser
 from ortgrad.cli.exit_codes import BUG, INTERRUPTED, UNSUPPORTED, WRONG, fail
+from ortgrad.cli.wording import for_command_line
 from ortgrad.errors import OrtgradError, StoppedGradientWarning, UnsupportedGradientError, WrongGradientError
 
 
@@ -32,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UnsupportedGradientError as error:
-        return fail(str(error), UNSUPPORTED)
+        return fail(for_command_line(str(error)), UNSUPPORTED)
     except WrongGradientError as error:
-        return fail(str(error), WRONG)
+        return fail(for_command_line(str(error)), WRONG)
     except (OrtgradError, OSError) as error:
-        return fail(str(error))
+        return fail(for_command_line(str(error)))
     except MemoryError as error:
         return fail(f"there is not enough memory: {error}")
     except Exception:
@@ -55,7 +56,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Replace `warnings.showwarning`: a StoppedGradientWarning is shown without file and line."""
-    text = f"ortgrad: warning: {message}\n"
+    text = f"ortgrad: warning: {for_command_line(str(message))}\n"
     if not issubclass(category, StoppedGradientWarning):
         text = warnings.formatwarning(message, category, filename, lineno, line)
     (file or sys.stderr).write(text)

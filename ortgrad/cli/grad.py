@@ -10,7 +10,7 @@ from ortgrad.pipelines.build import build_gradient_model
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the gradient model."""
-    path = output_path(arguments.output)
+    path = output_path(arguments.output, arguments.model, arguments.feeds)
     built = build_gradient_model(
         arguments.model,
         wrt=arguments.wrt,

@@ -10,6 +10,6 @@ from ortgrad.pipelines.prepare import prepare
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the prepared model."""
-    path = output_path(arguments.output)
+    path = output_path(arguments.output, arguments.model)
     save_and_describe(prepare(arguments.model, kernels=arguments.kernels), path)
     return 0

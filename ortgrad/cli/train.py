@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer
 
 def command(arguments: argparse.Namespace) -> int:
     """Train the model, write it, and print what came of it."""
-    path = output_path(arguments.output)
+    path = output_path(arguments.output, arguments.model, arguments.data, arguments.eval)
     if arguments.resume and arguments.checkpoint is None:
         raise TrainingError("--resume needs --checkpoint")
     for name in (arguments.checkpoint, arguments.curve):
         if name is not None:
-            output_path(name)
+            output_path(name, arguments.model, arguments.data, arguments.eval, arguments.output)
     data, held_out = _data(arguments)
     trainer = Trainer(
         arguments.model,
@@ -36,6 +35,8 @@ def command(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
         seed=arguments.seed,
         threads=arguments.threads,
+        statistics=arguments.statistics,
+        axis=arguments.axis,
         output=arguments.loss_output,
         target=arguments.target,
     )
@@ -54,7 +55,7 @@ def command(arguments: argparse.Namespace) -> int:
     )
     trainer.export(path)
     print(result)
-    print(f"{path}: written")
+    print(f"{path}: written; {trainer.described} were trained")
     return 0
 
 
@@ -67,7 +68,7 @@ def _optimizer(arguments: argparse.Namespace) -> AnyOptimizer:
     }
     unknown = [name for name in given if not hasattr(optimizer, name)]
     if unknown:
-        raise TrainingError(f"--{unknown[0]} is not a setting of {arguments.optimizer}")
+        raise TrainingError(f"{unknown[0]} is not a setting of {arguments.optimizer}")
     return replace(optimizer, **given)
 
 
@@ -106,11 +107,3 @@ def _named(data: dict[str, np.ndarray], names: list[str]) -> dict[str, Any]:
             f"{', '.join(data) or 'none'}: write them with numpy.savez"
         )
     return {name: data[name] for name in names}
-
-
-def existing_folder(name: str) -> Path:
-    """Return the path of a folder; raises ModelError if there is none."""
-    path = Path(name)
-    if not path.is_dir():
-        raise ModelError(f"there is no folder {name!r}; make it first")
-    return path

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions
+from ortgrad.compiled import instructions, processor
 from ortgrad.compiled.functions import TILE
 
 NAMES = ("spread", "convolve", "correlate", "add_up")
@@ -246,9 +245,8 @@ def _data(context: Any, builder: Any, signature: Any, arguments: Any, i: int) ->
 
 def _registers(element: Any) -> int:
     """Return how many vectors of TILE numbers fit into the registers, beside what else is needed."""
-    features = llvm.get_host_cpu_features()
     lanes = instructions.lanes(64 if isinstance(element, ir.DoubleType) else 32)
-    registers = 24 if features.get("avx512f") or features.get("neon") else 12
+    registers = 24 if processor.has_many_registers() else 12
     return max(1, registers * lanes // TILE)
 
 

@@ -4,16 +4,32 @@ It reads the shapes of the inputs, looks for the plan that was made for them, al
 performs the blocks of the plan, on onnxruntime's threads if there are several; onnxruntime's own Gemm
 computes the plan's products before and after. Whatever is out of the ordinary is left to the Python function
 of the kernel: shapes without a plan, a failing task, an error.
+
+Subnormal numbers are flushed to zero meanwhile, on this thread and on those of the blocks.
 """
 
 from __future__ import annotations
 
 from ortgrad.compiled import layout
-from ortgrad.compiled.instructions import call2, call3, call5, call6, call7, free, load, malloc, stack, store
+from ortgrad.compiled.instructions import (
+    call2,
+    call3,
+    call5,
+    call6,
+    call7,
+    flush_subnormals,
+    free,
+    load,
+    malloc,
+    restore_floats,
+    stack,
+    store,
+)
 from ortgrad.compiled.libraries import inner
 
 # Places in OrtApi.
-_DATA, _RANK, _SIZES, _TYPE_AND_SHAPE, _INPUT, _OUTPUT = 8 * 51, 8 * 61, 8 * 62, 8 * 65, 8 * 90, 8 * 91
+_DATA, _TYPE, _RANK, _SIZES, _TYPE_AND_SHAPE = 8 * 51, 8 * 60, 8 * 61, 8 * 62, 8 * 65
+_INPUT, _OUTPUT = 8 * 90, 8 * 91
 _RELEASE_STATUS, _RELEASE_VALUE, _RELEASE_INFO = 8 * 93, 8 * 96, 8 * 99
 _TENSOR_OF_MEMORY, _INVOKE, _PARALLEL_FOR = 8 * 49, 8 * 214, 8 * 274
 _ALLOCATE, _FREE, _RELEASE_ALLOCATOR, _ALLOCATOR = 8 * 75, 8 * 76, 8 * 132, 8 * 253
@@ -28,13 +44,18 @@ _INPUTS, _OUTPUTS, _CONTENTS, _PLANS = (
     8 * place
     for place in (layout.STATE_INPUTS, layout.STATE_OUTPUTS, layout.STATE_CONTENTS, layout.STATE_PLANS)
 )
-_ELEMENT, _MEMORY, _PRODUCTS_OF_STATE = (
-    8 * place for place in (layout.STATE_ELEMENT, layout.STATE_MEMORY, layout.STATE_PRODUCTS)
+_ELEMENT, _MEMORY, _GUARDED, _PRODUCTS_OF_STATE, _TYPES = (
+    8 * place
+    for place in (
+        *(layout.STATE_ELEMENT, layout.STATE_MEMORY, layout.STATE_GUARDED),
+        *(layout.STATE_PRODUCTS, layout.STATE_TYPES),
+    )
 )
 _PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
     8 * place for place in (layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_FIELDS)
 )
 _TENSORS, _PHASE, _FAILED = 8 * layout.TENSORS, 8 * layout.CALL_PHASE, 8 * layout.CALL_FAILED
+_BLOCK_OF_CALL = 8 * layout.CALL_BLOCK
 _PHASES, _SCRATCH_COUNT, _SCRATCH_BYTES, _PHASE_FIELDS = (
     8 * place for place in (layout.PHASES, layout.SCRATCH_COUNT, layout.SCRATCH_BYTES, layout.PHASE_FIELDS)
 )
@@ -71,12 +92,16 @@ def _read_inputs(state: int, context: int, key: int, call: int, answers: int) ->
         if _fails(api, call3(load(api + _INPUT), context, i, answers)):
             return -1
         value = load(answers)
-        if _fails(api, call2(load(api + _DATA), value, call + _TENSORS + 8 * i)):
+        if value == 0 or _fails(api, call2(load(api + _DATA), value, call + _TENSORS + 8 * i)):
             return -1
         if _fails(api, call2(load(api + _TYPE_AND_SHAPE), value, answers)):
             return -1
         info = load(answers)
-        failed = _fails(api, call2(load(api + _RANK), info, key + 8 * length))
+        # The type is 32 bits wide.
+        store(answers, 0)
+        failed = _fails(api, call2(load(api + _TYPE), info, answers))
+        failed = failed or load(answers) != load(state + _TYPES + 8 * i)
+        failed = failed or _fails(api, call2(load(api + _RANK), info, key + 8 * length))
         rank = 0 if failed else load(key + 8 * length)
         if not failed and rank <= _MOST_DIMENSIONS:
             failed = _fails(api, call3(load(api + _SIZES), info, key + 8 * (length + 1), rank))
@@ -171,6 +196,8 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
     part = plan + 8 * load(plan + _PLAN_BLOCK)
     store(call, part)
     store(call + _FAILED, 0)
+    store(call + _BLOCK_OF_CALL, load(state + _BLOCK))
+    parallel = load(state + _GUARDED) if load(state + _GUARDED) != 0 else load(state + _BLOCK)
     phases, size, memory, allocator = load(part + _PHASES), load(part + _SCRATCH_BYTES), 0, 0
     if size > 0:
         memory, allocator = _allocate(state, context, size, answers)
@@ -190,7 +217,7 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
         if blocks == 1:
             call2(load(state + _BLOCK), call, 0)
         elif blocks > 1:
-            status = call5(load(api + _PARALLEL_FOR), context, load(state + _BLOCK), blocks, 0, call)
+            status = call5(load(api + _PARALLEL_FOR), context, parallel, blocks, 0, call)
             if _fails(api, status):
                 succeeded = False
         if not succeeded or load(call + _FAILED) != 0:
@@ -203,8 +230,8 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
     return succeeded
 
 
-def compute(state: int, context: int) -> int:
-    """Run a kernel; returns the address of onnxruntime's status, 0 for success."""
+@inner
+def _compute(state: int, context: int) -> int:
     if load(state + _BLOCK) != 0:
         key, call, answers = _key_fields(), _call_fields(), _answers()
         length = _read_inputs(state, context, key, call, answers)
@@ -213,6 +240,24 @@ def compute(state: int, context: int) -> int:
             if plan != 0 and _perform(state, context, plan, call, answers):
                 return 0
     return call2(load(state + _PYTHON), load(state + _OBJECT), context)
+
+
+def compute(state: int, context: int) -> int:
+    """Run a kernel; returns the address of onnxruntime's status, 0 for success."""
+    if load(state + _GUARDED) == 0:
+        return _compute(state, context)
+    floats = flush_subnormals()
+    status = _compute(state, context)
+    restore_floats(floats)
+    return status
+
+
+def guarded(call: int, i: int) -> int:
+    """Perform a block of tasks on a thread of which nothing is known."""
+    floats = flush_subnormals()
+    call2(load(call + _BLOCK_OF_CALL), call, i)
+    restore_floats(floats)
+    return 0
 
 
 def perform(state: int, context: int, plan: int) -> int:

@@ -59,6 +59,72 @@ def store(_: Any, address: Any, value: Any) -> Any:
     return types.void(WORD, WORD), generate
 
 
+# The bits of MXCSR, and of AArch64's FPCR, by which subnormal operands and results are zero.
+_FTZ_AND_DAZ, _FZ = 0x8040, 1 << 24
+
+
+@intrinsic
+def flush_subnormals(_: Any) -> Any:
+    """Flush subnormal numbers to zero on this thread; returns its state before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if _is_x86():
+            place = _stored_word(builder, ir.Constant(_HALF, 0))
+            builder.call(_declared(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), _BYTES), [place])
+            before = builder.zext(builder.load(builder.bitcast(place, _HALF.as_pointer())), _WORD)
+            _write_floats(builder, builder.or_(before, _WORD(_FTZ_AND_DAZ)))
+        elif _is_arm():
+            before = builder.call(_declared(builder, "llvm.aarch64.get.fpcr", _WORD), [])
+            _write_floats(builder, builder.or_(before, _WORD(_FZ)))
+        else:
+            before = _WORD(0)
+        return before
+
+    return WORD(), generate
+
+
+@intrinsic
+def restore_floats(_: Any, state: Any) -> Any:
+    """Give the thread the state that `flush_subnormals` has returned."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _write_floats(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(WORD), generate
+
+
+_HALF = ir.IntType(32)
+_BYTES = ir.IntType(8).as_pointer()
+
+
+def _is_x86() -> bool:
+    return bool(llvm.get_process_triple().startswith("x86_64"))
+
+
+def _is_arm() -> bool:
+    return bool(llvm.get_process_triple().startswith(("aarch64", "arm64")))
+
+
+def _write_floats(builder: Any, state: Any) -> None:
+    if _is_x86():
+        place = _stored_word(builder, builder.trunc(state, _HALF))
+        builder.call(_declared(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), _BYTES), [place])
+    elif _is_arm():
+        builder.call(_declared(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), _WORD), [state])
+
+
+def _stored_word(builder: Any, value: Any) -> Any:
+    with builder.goto_entry_block():
+        place = builder.alloca(_HALF)
+    builder.store(value, place)
+    return builder.bitcast(place, _BYTES)
+
+
+def _declared(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
 def stack(count: int) -> Any:
     """Return a function for the address of `count` 64-bit fields on the stack of the calling function."""
 
@@ -422,10 +488,10 @@ def release(array: Any) -> None:
 
 def lanes(bits: int) -> int:
     """Return how many numbers of so many bits a vector register holds."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
+    features = processor.features()
+    if "avx512f" in features:
         return 512 // bits
-    return (256 if features.get("avx") and features.get("fma") else 128) // bits
+    return (256 if features >= {"avx", "fma"} else 128) // bits
 
 
 def load_vector(builder: Any, row: Any, place: int, kind: Any, align: int) -> Any:

@@ -11,7 +11,10 @@ The state of a kernel, one per node:
     STATE_CONTENTS  bit i is set if the elements of input i, a short vector of int64, belong to the key
     STATE_ELEMENT   onnxruntime's number of the element type
     STATE_MEMORY    address of onnxruntime's OrtMemoryInfo of ordinary memory
+    STATE_GUARDED   address of the function that runs `block` on any thread, flushing subnormal numbers; 0 if
+                    they are not to be flushed
     STATE_PRODUCTS  addresses of onnxruntime's operators for products, one for each of PRODUCT_KINDS
+    STATE_TYPES     onnxruntime's numbers of the element types of all inputs
     STATE_PLANS     number of plans, followed by the addresses of up to MOST_PLANS plans
 
 A plan says how the kernel runs on certain shapes:
@@ -43,16 +46,24 @@ A call is what `block` receives:
     CALL_PLAN       address of the second part of the plan
     CALL_PHASE      number of the phase
     CALL_FAILED     set to 1 by a task that fails
+    CALL_BLOCK      address of `block`
     TENSORS         addresses of the data of all inputs, outputs and scratch tensors
 """
 
 from __future__ import annotations
 
 STATE_API, STATE_PYTHON, STATE_OBJECT, STATE_BLOCK, STATE_INPUTS, STATE_OUTPUTS, STATE_CONTENTS = range(7)
-STATE_ELEMENT, STATE_MEMORY, STATE_PRODUCTS = range(7, 10)
+STATE_ELEMENT, STATE_MEMORY, STATE_GUARDED, STATE_PRODUCTS = range(7, 11)
 # How the factors of a product are read: as they are, or one of them transposed.
 PRODUCT_KINDS = ("", "left", "right")
-STATE_PLANS = STATE_PRODUCTS + len(PRODUCT_KINDS)
+# Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements in a key.
+MOST_TENSORS = 40
+MOST_DIMENSIONS = 8
+MOST_CONTENTS = 8
+KEY_SIZE = MOST_TENSORS * (1 + MOST_DIMENSIONS) + 64
+
+STATE_TYPES = STATE_PRODUCTS + len(PRODUCT_KINDS)
+STATE_PLANS = STATE_TYPES + MOST_TENSORS
 MOST_PLANS = 256
 STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
 
@@ -65,12 +76,6 @@ MATRIX_TENSOR, MATRIX_START, MATRIX_BYTES, MATRIX_SHAPE = range(4)
 MATRIX_SIZE = 5
 PRODUCT_SIZE = PRODUCT_MATRICES + 3 * MATRIX_SIZE
 
-CALL_PLAN, CALL_PHASE, CALL_FAILED, TENSORS = range(4)
-
-# Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements in a key.
-MOST_TENSORS = 40
-MOST_DIMENSIONS = 8
-MOST_CONTENTS = 8
-KEY_SIZE = MOST_TENSORS * (1 + MOST_DIMENSIONS) + 64
+CALL_PLAN, CALL_PHASE, CALL_FAILED, CALL_BLOCK, TENSORS = range(5)
 
 ITEM_SIZES = {"float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from ortgrad.compiled import cache, workers
 from ortgrad.compiled.progress import Progress
 from ortgrad.compiled.source import Source, source_of
 from ortgrad.operators.compiled import CompiledKernel
-from ortgrad.threads import call_elsewhere
+from ortgrad.threads import call_elsewhere, forks_wait, make_lock, make_reentrant_lock
 
 # What the compiler itself consists of, and so determines its results.
 _PARTS = (
@@ -38,9 +37,9 @@ _PARTS = (
 
 _MOST_NAMES = 4  # of kernels that are compiled at once, on the terminal
 
-_lock = threading.RLock()
+_lock = make_reentrant_lock()
 # Held while workers run: threads that need the same kernels at the same time share them.
-_workers_lock = threading.Lock()
+_workers_lock = make_lock()
 _loaded: dict[str, int] = {}
 _progress = Progress()
 
@@ -50,6 +49,7 @@ class Entry(NamedTuple):
 
     compute: int
     perform: int
+    guarded: int
 
 
 @functools.cache
@@ -108,8 +108,7 @@ def compile_all(kernels: Iterable[tuple[CompiledKernel, Sequence[str]]]) -> None
 
 
 def _compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[str, ...]]], stopped: threading.Event) -> None:
-    lock = _workers_lock
-    while not lock.acquire(timeout=0.1):
+    while not _workers_lock.acquire(timeout=0.1):
         if stopped.is_set():
             return
     try:
@@ -121,7 +120,7 @@ def _compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[str, ...]]], stop
         with _progress.compiling(_names(job.text for share in shares for job in share), seconds):
             workers.run([[job.text for job in share] for share in shares], seconds, stopped)
     finally:
-        lock.release()
+        _workers_lock.release()
 
 
 def _missing(kernels: Iterable[tuple[CompiledKernel, tuple[str, ...]]]) -> list[_Job]:
@@ -171,7 +170,7 @@ def _name(text: str) -> str:
 def _address(text: str, key: str, compile_code: Callable[[], bytes]) -> int:
     from ortgrad.compiled import processor  # llvmlite is imported only if a session needs it
 
-    with _lock:
+    with forks_wait(), _lock:
         if key not in _loaded:
             code = cache.read(key)
             if code is None:
@@ -205,13 +204,3 @@ def _compile_block(source: Source) -> bytes:
     from ortgrad.compiled import compiler
 
     return compiler.compile_block(source)
-
-
-def _after_fork() -> None:
-    # The thread that would release it exists in the other process only.
-    global _workers_lock
-    _workers_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

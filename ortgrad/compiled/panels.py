@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions
+from ortgrad.compiled import instructions, processor
 from ortgrad.compiled.functions import PANEL
 
 NAMES = ("multiply_panel",)
@@ -24,8 +23,7 @@ def _groups() -> tuple[int, ...]:
 
     Eight rows take sixteen registers for their sums, which are half of those of some processors.
     """
-    features = llvm.get_host_cpu_features()
-    return (8, 4, 2, 1) if features.get("avx512f") or features.get("neon") else (4, 2, 1)
+    return (8, 4, 2, 1) if processor.has_many_registers() else (4, 2, 1)
 
 
 class _Operands(NamedTuple):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
+import os
 from typing import Any
 
 import llvmlite.binding as llvm
+
+from ortgrad.threads import make_lock
 
 # What the loaded function is called in its object code.
 NAME = "ortgrad"
@@ -33,7 +35,7 @@ KEPT, KEPT_SIZES, KEPT_OF_A_SIZE = "ortgrad_kept", 6, 4
 _kept = (ctypes.c_int64 * (KEPT_SIZES * KEPT_OF_A_SIZE))()
 llvm.add_symbol(KEPT, ctypes.addressof(_kept))
 
-_lock = threading.Lock()
+_lock = make_lock()
 
 
 @functools.cache
@@ -50,8 +52,23 @@ def target_machine() -> Any:
 
 @functools.cache
 def description() -> tuple[str, str]:
-    """Return the name and the features of this processor."""
-    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    """Return the name and the features of the processor to compile for.
+
+    That is this one, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise, as they do for Numba.
+    """
+    name, features = (os.environ.get(f"NUMBA_CPU_{what}") for what in ("NAME", "FEATURES"))
+    return name or llvm.get_host_cpu_name(), features or llvm.get_host_cpu_features().flatten()
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """Return what the processor to compile for can do, as "avx2" or "neon"."""
+    return frozenset(item[1:] for item in description()[1].split(",") if item.startswith("+"))
+
+
+def has_many_registers() -> bool:
+    """Return whether there are 32 vector registers, rather than 16."""
+    return not features().isdisjoint(("avx512f", "neon"))
 
 
 @functools.cache

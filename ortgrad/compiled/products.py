@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions, libraries
+from ortgrad.compiled import instructions, libraries, processor
 from ortgrad.compiled.functions import TILE, TILE_ROWS
 
 _WORD = ir.IntType(64)
@@ -22,8 +21,7 @@ NAMES = frozenset(["add_products", "transpose", "clear", "copy_elements", "copy_
 
 def _vectors() -> int:
     """Return how many vectors of a row fit into registers, if each takes TILE_ROWS registers for sums."""
-    features = llvm.get_host_cpu_features()
-    return 4 if features.get("avx512f") or features.get("neon") else 2
+    return 4 if processor.has_many_registers() else 2
 
 
 @intrinsic

@@ -8,6 +8,7 @@ any time. Whatever is not in the cache in the end has to be compiled here.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -38,8 +39,10 @@ import types
 package = sys.modules["ortgrad"] = types.ModuleType("ortgrad")
 package.__path__ = [{folder!r}]
 from ortgrad.compiled import workers
-workers.work()
+workers.work({parent})
 """
+_SIGKILL, _PR_SET_PDEATHSIG = 9, 1
+_INTERVAL = 0.2  # seconds between two looks whether the other process exists
 
 
 def distribute(sources: Sequence[Source]) -> list[list[int]]:
@@ -110,7 +113,7 @@ def run(shares: Sequence[Sequence[str]], seconds: float, stopped: threading.Even
 
 def _start(share: Sequence[str]) -> subprocess.Popen[bytes]:
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    program = _PROGRAM.format(path=path, folder=str(Path(__file__).parents[1]))
+    program = _PROGRAM.format(path=path, folder=str(Path(__file__).parents[1]), parent=os.getpid())
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
@@ -131,18 +134,19 @@ def _send(pipe: IO[bytes], line: bytes) -> None:
         pipe.flush()
 
 
-def work() -> None:
+def work(parent: int) -> None:
     """Compile kernels as a worker: the texts are a line of stdin, which ends only with the other process."""
     import gc
     import signal
 
+    _end_with(parent)
+    share = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
     from ortgrad.compiled import compiler, machine_code  # noqa: F401  (imports Numba)
 
     gc.freeze()  # it would look through all of Numba again and again
     # The other process decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    share = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_exit_with_other, daemon=True).start()
     names = {"Source": Source, "Function": Function, "inf": math.inf, "nan": math.nan}
     for text in share:
         # The other process finds the same error when it misses the kernel.
@@ -150,7 +154,29 @@ def work() -> None:
             machine_code.compile_into_cache(text, eval(text.partition(" ")[2], names))
 
 
-def _exit_with_other() -> None:
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it ends, in whatever way, and whatever this one is doing.
+
+    That stdin ends does not suffice: other processes that the parent has forked may hold the pipe open.
+    """
+    if sys.platform == "win32":
+        return  # it has no fork
+    if sys.platform.startswith("linux"):
+        # Sent when the thread ends that has started this process: it waits for the worker in `run`.
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+
+
+def _exit_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_INTERVAL)
+    os._exit(1)
+
+
+def _exit_at_end_of_input() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -21,13 +21,14 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ortgrad.errors import NodeError
 from ortgrad.fusion.expressions import Expression, find_expression, literal, own_kernel
+from ortgrad.operators.contract import MOST_DIMENSIONS
+from ortgrad.threads import lazy
 
 Shape: TypeAlias = "tuple[int, ...]"
 _VALUE = re.compile(r"v(\d+)")
@@ -82,7 +83,7 @@ class Step:
     operands: tuple[int | Constant, ...]
     attributes: tuple[tuple[str, float], ...] = ()
 
-    @cached_property
+    @lazy
     def expression(self) -> Expression:
         found = find_expression(self.operator)
         if found is None:
@@ -129,11 +130,11 @@ class Program:
             sums = tuple(_read_sum(text) for text in attributes["sums"])
             program = cls(operands, tuple(steps), results, sums)
             program._check()
-        except (KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
             raise NodeError(f"the program of a fused node cannot be read: {error}") from error
         return program
 
-    @cached_property
+    @lazy
     def types(self) -> tuple[str, ...]:
         """The type of every value."""
         return (*(operand.type for operand in self.operands), *(s.expression.gives for s in self.steps))
@@ -218,7 +219,10 @@ def _read_operand(text: str) -> Operand:
     type_, kind, *ones = text.split()
     if type_ not in ("float", "bool") or kind not in ("row", "one") or len(ones) > 1:
         raise ValueError(f"{text!r} describes no input")
-    return Operand(type_, kind == "row", int(ones[0]) if ones else 0)
+    count = int(ones[0]) if ones else 0
+    if not 0 <= count <= MOST_DIMENSIONS:
+        raise ValueError(f"{text!r} has {count} axes of one element")
+    return Operand(type_, kind == "row", count)
 
 
 def _read_sum(text: str) -> Total:

@@ -17,7 +17,8 @@ from onnx import numpy_helper
 
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
-from ortgrad.graph.validation import check_fields, check_graphs
+from ortgrad.graph.validation import check_fields, check_graphs, refuse_internal_operators
+from ortgrad.graph.versions import with_known_versions
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 
 # Versions assumed for domains that a model does not import; onnxruntime assumes the newest that it has.
@@ -42,7 +43,8 @@ ModelLike: TypeAlias = "onnx.ModelProto | bytes | str | os.PathLike[str]"
 def load_model(model: ModelLike, *, external_data: bool = True, bodies: bool = True) -> onnx.ModelProto:
     """Return the model as a validated ModelProto that imports the domains of its nodes.
 
-    A ModelProto that imports them already is returned itself, not a copy. Without `bodies`, those of gradient
+    Its versions are those that onnxruntime takes, if it means the same in them. A ModelProto that needs no
+    change is returned itself, not a copy. Without `bodies`, those of gradient
     nodes are left out where this is cheap: most nodes of a model with gradients are in them.
     """
     if isinstance(model, onnx.ModelProto):
@@ -216,12 +218,13 @@ def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     if not model.opset_import or not model.HasField("graph"):
         raise ModelError(f"there is no ONNX model in {where}: graph or opset_import is missing")
     check_fields(model)
+    refuse_internal_operators(model)
     return model
 
 
 def _complete(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with all its imports; raises ModelError if its graphs are invalid."""
-    model = _with_imports(model)
+    """Return the model with imports and versions that onnxruntime takes; ModelError if it is invalid."""
+    model = with_known_versions(_with_imports(model))
     check_graphs(model)
     return model
 

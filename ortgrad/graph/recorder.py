@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import is_integer
 from ortgrad.operators.assertions import REQUIRES
 from ortgrad.operators.declaration import Operator, all_operators, find_anywhere, find_operator
+from ortgrad.threads import make_lock
 
 # Bodies use operators in the form that they have since this opset (reductions with axes as an input,
 # ScatterElements with reduction, Pad with axes); older models are converted to it.
@@ -418,7 +418,7 @@ class _Arithmetic:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._users = 0
         self._others: Any = None
 

@@ -22,7 +22,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from ortgrad.errors import ModelError, NodeError
 from ortgrad.graph.protos import all_nodes, subgraphs
 from ortgrad.operators.call import EMPTY_PREFIX
-from ortgrad.operators.declaration import find_operator
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, find_operator
 
 # The nesting limit of protobuf and onnxruntime. A graph in an attribute of a node takes three levels.
 DEEPEST = 100
@@ -56,6 +56,11 @@ SIZE_MAKERS = {
 _WINDOWS = ("kernel_shape", "strides", "pads", "dilations", "output_padding", "output_shape")
 _LARGEST_WINDOW = 2**31
 _LONGEST_SHAPE = 64
+
+_RESERVED = (
+    ", whose operators exist only inside of sessions and are in no valid file; "
+    "build or prepare the original model again"
+)
 
 _SUB_BYTE = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 _ELEMENTS = {number: name for name, number in TensorProto.DataType.items() if number}
@@ -113,6 +118,22 @@ def check_fields(model: onnx.ModelProto) -> None:
     for opset in imported:
         if not 1 <= opset.version <= HIGHEST_VERSION:
             raise ModelError(f"the model imports version {opset.version} of domain {opset.domain!r}")
+
+
+def refuse_internal_operators(model: onnx.ModelProto) -> None:
+    """Raise ModelError if a node or function is in the domain of operators that only sessions use.
+
+    Their kernels rely on what the passes that make such nodes have made sure of.
+    """
+    for function in model.functions:
+        if function.domain == INTERNAL_DOMAIN:
+            raise ModelError(
+                f"the function {function.name!r} is in the domain {INTERNAL_DOMAIN!r}{_RESERVED}"
+            )
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node in all_nodes(nodes):
+            if node.domain == INTERNAL_DOMAIN:
+                raise ModelError(f"{describe(node)} is in the domain {INTERNAL_DOMAIN!r}{_RESERVED}")
 
 
 def check_graphs(model: onnx.ModelProto) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from ortgrad.errors import NodeError
 from ortgrad.operators.contract import Contract
 from ortgrad.operators.declaration import Operator
+from ortgrad.threads import lazy
 
 # An absent optional input is an empty tensor whose name is this prefix and its element type.
 EMPTY_PREFIX = "ortgrad.empty."
@@ -33,7 +34,7 @@ class Call:
     # Whether build_gradient_model made the node; its shapes are then correct by construction.
     built: bool = False
 
-    @functools.cached_property
+    @lazy
     def contract(self) -> Contract:
         return self.operator.contract(self.attributes)
 

@@ -36,10 +36,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ortgrad.errors import RegistrationError
+from ortgrad.threads import lazy
 
 
 class Matrix(NamedTuple):
@@ -134,7 +134,7 @@ class CompiledKernel:
         """Whether the function computes one element."""
         return self.views is None
 
-    @cached_property
+    @lazy
     def numbers(self) -> dict[str, str]:
         """The names of the parameters after the tensors, with their types: "float", "int" or "array"."""
         parameters = list(inspect.signature(self.function).parameters.values())[self._count_of_arguments() :]

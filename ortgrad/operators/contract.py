@@ -32,12 +32,12 @@ Dims: TypeAlias = "Patterns | Callable[..., Patterns]"
 # A shape with None or a name for each unknown dimension; None if the rank is unknown.
 Known: TypeAlias = "Sequence[int | str | None] | None"
 # More than any tensor of NumPy has.
-_MOST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64
 
 
 def with_axis(axis: int) -> str:
     """Return the pattern of a tensor whose rank is large enough for the axis."""
-    if abs(axis) > _MOST_DIMENSIONS:
+    if abs(axis) > MOST_DIMENSIONS:
         raise NodeError(f"axis={axis} is out of range: no tensor has so many dimensions")
     if axis < 0:
         return " ".join(["*R", *(f"D{i}" for i in range(axis, 0))]).replace("D-", "E")

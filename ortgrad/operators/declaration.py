@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 from ortgrad.errors import NodeError, RegistrationError
+from ortgrad.keywords import checked
 from ortgrad.operators.compiled import CompiledKernel, Planner
 from ortgrad.operators.contract import Contract, Dims
 
@@ -288,6 +289,7 @@ class Operator:
 _operators: dict[tuple[str, str], Operator] = {}
 
 
+@checked
 def operator(
     name: str,
     *,

@@ -7,7 +7,6 @@ are therefore registered only while ortgrad calls a function of onnx.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ from ortgrad.operators.declaration import (
     Shape,
     all_operators,
 )
-from ortgrad.threads import call_elsewhere
+from ortgrad.threads import call_elsewhere, forks_wait, make_lock
 
 Result = TypeVar("Result")
 
@@ -52,7 +51,7 @@ _ATTRIBUTE_TYPES = {
 }
 
 
-_lock = threading.Lock()
+_lock = make_lock()
 _users = 0
 _registered: list[Operator] = []
 _forward: list[onnx.defs.OpSchema] = []
@@ -61,7 +60,9 @@ _registered_forward: list[onnx.defs.OpSchema] = []
 
 def check_schema(operator: Operator) -> None:
     """Raise an error if onnx already has a schema of that name, or if the declaration makes no valid one."""
-    if operator not in _registered and onnx.defs.has(operator.name, operator.domain):
+    with _lock:
+        known = operator not in _registered and onnx.defs.has(operator.name, operator.domain)
+    if known:
         raise RegistrationError(
             f"onnx already has a schema {operator.domain}::{operator.name} from elsewhere"
         )
@@ -127,7 +128,7 @@ def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> 
     """
 
     def call() -> Result:
-        with schemas_known():
+        with forks_wait(), schemas_known():
             return function(*args, **kwargs)
 
     return call_elsewhere(call)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import onnx_ir as ir
 
 from ortgrad.fusion.expressions import Expression
 from ortgrad.fusion.program import Total
 from ortgrad.passes.fusable import ELEMENTS, Fusable, known_shape
+from ortgrad.threads import lazy
 
 _EXPRESSION = Expression("{0}")
 
@@ -32,7 +32,7 @@ class FusableSum(Fusable):
         """The nodes that it stands for, the last one first."""
         return [self.node] if self.last is None else [self.last, self.node]
 
-    @cached_property
+    @lazy
     def expression(self) -> Expression:
         return _EXPRESSION
 

@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 
-from ortgrad.errors import ParameterWarning, StoppedGradientWarning
+from ortgrad.errors import ParameterWarning
 from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.graph.matching import describe_changes
 from ortgrad.graph.metadata import is_built, names_in
+from ortgrad.keywords import checked, outside
+from ortgrad.pipelines.stops import warn_about_stops
+from ortgrad.threads import forks_wait
 
 
+@checked
 def build_gradient_model(
     model: ModelLike,
     *,
@@ -57,17 +61,17 @@ def build_gradient_model(
     >>> [value.name for value in backward.graph.output]
     ['loss', 'x_grad', 'w_grad']
     """
-    from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
+    with forks_wait():
+        from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
 
     proto = load_model(model)
     given = None if feeds is None else checked_feeds(proto, feeds)
-    with judging(proto):
+    with forks_wait(), judging(proto):
         built, stopped, partial = build(proto, names_of(wrt), names_of(of), straight_through, given)
-    if stopped is not None:
-        warnings.warn(stopped, StoppedGradientWarning, stacklevel=2)
+    warn_about_stops(stopped)
     changed = None if is_built(proto) else describe_changes(names_in(built)[0], read_origins(proto))
     for text in (*partial, *([changed] if changed else [])):
-        warnings.warn(text, ParameterWarning, stacklevel=2)
+        warnings.warn(text, ParameterWarning, stacklevel=outside())
     return built
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,13 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.autodiff.stopped import stopping_nodes
-from ortgrad.errors import StoppedGradientWarning
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.graph.traversal import subgraphs
 from ortgrad.passes.expand_unsupported import straight_through_nodes
 from ortgrad.pipelines.build import names_of
 from ortgrad.pipelines.gradients import plan
+from ortgrad.pipelines.stops import warn_about_stops
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def explain(
     given = None if feeds is None else checked_feeds(proto, feeds)
     with judging(proto):
         planned = plan(proto, names_of(wrt), names_of(of), feeds=given, as_written=True)
-    if planned.stopped is not None and not planned.backward.failures:
-        warnings.warn(planned.stopped, StoppedGradientWarning, stacklevel=2)
+    if not planned.backward.failures:
+        warn_about_stops(planned.stopped)
     backward = planned.backward
     recorded = dict(backward.visits)
     rounding = set(straight_through_nodes(planned.model.graph, planned.targets, planned.outputs))

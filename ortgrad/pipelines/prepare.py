@@ -14,11 +14,14 @@ from ortgrad.errors import MissingPackageError
 from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
+from ortgrad.keywords import checked
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
+from ortgrad.threads import forks_wait
 
 Kernels = Literal["python", "onnx", "compiled", "auto"]
 
 
+@checked
 def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     """Return a model that a plain onnxruntime session runs; `model` may have any gradient nodes.
 
@@ -51,14 +54,25 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
         raise MissingPackageError(
             'kernels="compiled" needs Numba: pip install \'ortgrad[compiled]\'; "auto" does without it'
         )
-    found = _has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)
-    if not found and (bodies or kernels not in ("auto", "compiled") or not is_built(model)):
+    fuses = not bodies and kernels in ("auto", "compiled") and is_built(model)
+    if not fuses and not has_gradient_nodes(model):
         return model
-    # onnx-ir is slow to import, and models without gradient nodes do not need it.
-    from ortgrad.pipelines.prepared import prepare_proto
+    with forks_wait():
+        # onnx-ir is slow to import, and models without gradient nodes do not need it.
+        from ortgrad.pipelines.prepared import prepare_proto
 
-    with judging(model):
+    with forks_wait(), judging(model):
         return prepare_proto(model, kernels, bodies=bodies)
+
+
+def computes_gradients(model: onnx.ModelProto) -> bool:
+    """Return whether a model has gradient nodes, or is one of build_gradient_model."""
+    return is_built(model) or has_gradient_nodes(model)
+
+
+def has_gradient_nodes(model: onnx.ModelProto) -> bool:
+    """Return whether a model has gradient nodes, or others that onnxruntime-training added."""
+    return _has_gradients(model.graph.node) or any(_has_gradients(f.node) for f in model.functions)
 
 
 def _has_gradients(nodes: Iterable[onnx.NodeProto]) -> bool:

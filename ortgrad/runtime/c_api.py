@@ -8,7 +8,6 @@ are constants. The callbacks implement version 16 of the API, the first in which
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import math
 import weakref
@@ -21,10 +20,12 @@ import numpy as np
 import onnxruntime
 
 from ortgrad.compiled.layout import PRODUCT_KINDS
+from ortgrad.threads import lazy
 
 VERSION = 16
 # ONNXTensorElementDataType
 ELEMENT_TYPES = {"float32": 1, "int32": 6, "int64": 7, "string": 8, "bool": 9, "float64": 11}
+_UNDEFINED = 0  # what is no tensor, and what a node leaves out
 _FAIL = 1
 _DEVICE, _DEFAULT_MEMORY = 0, 0  # OrtAllocatorType, OrtMemType
 _INT, _FLOAT = 1, 3  # OrtOpAttrType
@@ -79,6 +80,12 @@ def address_of(function: Any) -> int:
     return address
 
 
+def element_name(element: int) -> str:
+    """Return the name of an element type of onnxruntime, for error messages."""
+    names = {number: f"a tensor of {name}" for name, number in ELEMENT_TYPES.items()}
+    return names.get(element, f"a tensor of type {element}" if element else "no tensor")
+
+
 def constant_function(number: int) -> Any:
     """Return a C function that returns a number, whatever its arguments are. No bytecode runs in it."""
     return ctypes.CFUNCTYPE(c_int64)(itertools.repeat(number).__next__)
@@ -128,14 +135,15 @@ class _Answers(ctypes.Structure):
     _fields_ = [
         ("value", c_void_p),
         ("info", c_void_p),
+        ("element", c_int),
         ("rank", c_size_t),
         ("dimensions", c_int64 * _MOST_DIMENSIONS),
         ("data", c_void_p),
     ]
 
 
-_VALUE, _INFO, _RANK, _DIMENSIONS, _DATA = (
-    getattr(_Answers, name).offset for name in ("value", "info", "rank", "dimensions", "data")
+_VALUE, _INFO, _ELEMENT, _RANK, _DIMENSIONS, _DATA = (
+    getattr(_Answers, name).offset for name in ("value", "info", "element", "rank", "dimensions", "data")
 )
 
 
@@ -200,6 +208,14 @@ class Api:
             *(POINTER(c_void_p), c_int, c_int, c_int, c_void_p),
         )
         self._release_operator = function(215, None, c_void_p)
+        self._as_tensor = function(55, c_void_p, c_void_p, c_void_p)
+        self._element_type = function(60, c_void_p, c_void_p, c_void_p)
+        self._release_type = function(98, None, c_void_p)
+        self._input_count = function(230, c_void_p, c_void_p, c_void_p)
+        self._output_count = function(231, c_void_p, c_void_p, c_void_p)
+        self._input_type = function(234, c_void_p, c_void_p, c_size_t, c_void_p)
+        self._output_type = function(235, c_void_p, c_void_p, c_size_t, c_void_p)
+        self._node_name = function(244, c_void_p, c_void_p, c_char_p, POINTER(c_size_t))
 
     def failure(self, text: str) -> int:
         """Return a new status with which a kernel makes onnxruntime stop the run."""
@@ -214,7 +230,46 @@ class Api:
         self._check(self._string(info, name.encode(), text, byref(size)))
         return text.raw[: size.value - 1]
 
-    @functools.cached_property
+    def node_name(self, info: int) -> str:
+        """Return the name of the node for which a kernel is being created."""
+        size = c_size_t()
+        self._check(self._node_name(info, None, byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        self._check(self._node_name(info, text, byref(size)))
+        return text.raw[: max(size.value - 1, 0)].decode(errors="replace")
+
+    def input_types(self, info: int) -> list[int]:
+        """Return the element types of the inputs of the node for which a kernel is being created.
+
+        The type is 0 where the input is no tensor, or is left out.
+        """
+        return self._types(info, self._input_count, self._input_type)
+
+    def output_types(self, info: int) -> list[int]:
+        """Return the element types of the outputs, like those of the inputs."""
+        return self._types(info, self._output_count, self._output_type)
+
+    def _types(self, info: int, count: Any, type_of: Any) -> list[int]:
+        number = c_size_t()
+        self._check(count(info, byref(number)))
+        return [self._declared_type(info, i, type_of) for i in range(number.value)]
+
+    def _declared_type(self, info: int, index: int, type_of: Any) -> int:
+        type_, tensor, element = c_void_p(), c_void_p(), c_int(_UNDEFINED)
+        try:
+            self._check(type_of(info, index, byref(type_)))
+        except RuntimeError:
+            return _UNDEFINED  # left out: a value without a name has no type
+        try:
+            # Owned by the type. There is none for what is no tensor.
+            self._check(self._as_tensor(type_, byref(tensor)))
+            if tensor.value is not None:
+                self._check(self._element_type(tensor, byref(element)))
+        finally:
+            self._release_type(type_)
+        return element.value
+
+    @lazy
     def memory(self) -> int:
         """The address of the OrtMemoryInfo of ordinary memory."""
         memory = c_void_p()
@@ -263,13 +318,18 @@ class Api:
         arrays = []
         for index, dtype in enumerate(dtypes):
             self._check(self._input(context, index, place + _VALUE))
+            if not answers.value:
+                raise ValueError(f"input {index} is missing")
             self._check(self._type_and_shape(answers.value, place + _INFO))
-            status = self._rank(answers.info, place + _RANK)
+            status = self._element_type(answers.info, place + _ELEMENT)
+            status = status or self._rank(answers.info, place + _RANK)
             rank = answers.rank
             if not status and rank <= _MOST_DIMENSIONS:
                 status = self._dimensions(answers.info, place + _DIMENSIONS, rank)
             self._release_type_and_shape(answers.info)
             self._check(status)
+            if answers.element != ELEMENT_TYPES[dtype.name]:
+                raise TypeError(f"input {index} is {element_name(answers.element)}, not of {dtype}")
             if rank > _MOST_DIMENSIONS:
                 raise ValueError(f"an input has {rank} dimensions; kernels take up to {_MOST_DIMENSIONS}")
             arrays.append(self._array(answers, place, tuple(answers.dimensions[:rank]), dtype, True))

@@ -15,7 +15,6 @@ import gc
 import importlib.machinery
 import importlib.util
 import sys
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +26,7 @@ from ortgrad.fusion import kernel as fusion
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant, all_operators
 from ortgrad.runtime import native
 from ortgrad.runtime.c_api import ELEMENT_TYPES, CustomOp, list_operators
+from ortgrad.threads import make_reentrant_lock
 
 _PACKAGE = "onnxruntime_extensions"
 _MODULE = f"{_PACKAGE}._extensions_pydll"
@@ -37,7 +37,7 @@ _UNKNOWN_LAYOUT = (
     "kernels='onnx' does not need it, and release 0.15.2 is known to work"
 )
 
-_lock = threading.RLock()
+_lock = make_reentrant_lock()
 _declared: set[Operator] = set()
 _definitions: dict[int, native.NativeOperator] = {}
 _kept: list[object] = []

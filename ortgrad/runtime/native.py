@@ -21,20 +21,22 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 
-from ortgrad.compiled import machine_code
-from ortgrad.errors import ModelError, NodeError, RegistrationError
+from ortgrad.compiled import layout, machine_code
+from ortgrad.errors import ModelError, NodeError, OrtgradError, RegistrationError
 from ortgrad.fusion.kernel import fused_call, unread_operator
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.compiled import CompiledKernel
-from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant
-from ortgrad.runtime import entrance
+from ortgrad.operators.declaration import CALL_ATTRIBUTE, INTERNAL_DOMAIN, Operator, Variant
+from ortgrad.runtime import entrance, subnormals
 from ortgrad.runtime.c_api import (
     COMPUTE,
     CREATE_KERNEL,
+    ELEMENT_TYPES,
     GET_MEMORY_TYPE,
     VERSION,
     Api,
@@ -43,6 +45,7 @@ from ortgrad.runtime.c_api import (
     Products,
     address_of,
     constant_function,
+    element_name,
 )
 from ortgrad.runtime.entrance import Entrances, is_interruption, raise_after_return
 from ortgrad.runtime.evaluate import declared_shapes, describe, evaluate, kernel_error
@@ -51,7 +54,9 @@ from ortgrad.threads import call_elsewhere
 
 _NO_ROOM = "RecursionError around a kernel of ortgrad: there is no room left to report more"
 _SPARES = 16
-_PATIENCE = 20  # milliseconds for another thread to let go of an array
+# Seconds between looks at whether another thread has let go of an array. On a busy machine it may have to
+# wait for a processor.
+_PAUSES = (*[1e-3] * 20, *[2e-2] * 50)
 
 _apis: dict[int, Api] = {}
 _operators: dict[int, NativeOperator] = {}
@@ -68,6 +73,7 @@ class Owner(Protocol):
 
     kernels: list[object]
     compiles: bool
+    flushes: bool
 
     def kernel_failed(self, error: BaseException) -> None: ...
 
@@ -185,21 +191,18 @@ def _python_compute() -> Any:
 def _creation_entrance(entrances: Entrances) -> Callable[..., Any]:
     """Return a C function for CreateKernelV2: it puts the four arguments into a list and resumes a generator.
 
-    `max` calls its key with every argument and, as no key is larger than the first, returns the first: 0.
+    ctypes calls `from_param` with every argument of a foreign function, then the function, which has no
+    effect here, and then `restype` with its result. What that returns is the result of the call.
     """
     arguments: list[int] = []
-    creation = entrance.resume(_creation(entrances, arguments))
-    # One stage per argument, taken from the right. Only the last one has an effect.
-    stages = Entrances([creation, *[{None: bool}.get] * 4])
-    key = entrance.compose(arguments.append, stages, entrance.call, operator.truth)
-    return functools.partial(max, 0, key=key)
+    function = ctypes.PYFUNCTYPE(ctypes.c_int)(("Py_IsInitialized", ctypes.pythonapi))
+    function.argtypes = [SimpleNamespace(from_param=arguments.append)] * 4  # type: ignore[list-item]
+    function.restype = entrance.compose(entrance.resume(_creation(entrances, arguments)), entrance.call)
+    return function
 
 
 def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None, None]:
-    """Create one kernel. Yields a C function that is called last.
-
-    If the node's call cannot be read, the kernel fails with the reason when it runs.
-    """
+    """Create one kernel. Yields a C function that is called last and returns the status."""
     refill = functools.partial(entrances.refill, functools.partial(_creation_entrance, entrances))
     interruption: BaseException | None = None
     try:
@@ -210,17 +213,22 @@ def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None
                 # Raised before the call began: the entrance is being made or discarded.
                 raise
             interruption = error
-        _make_kernel(*arguments[1:])
+        _make_kernel(*arguments)
         refill()
-        yield bool if interruption is None else _interrupted_creation(interruption)
+        yield _succeeded if interruption is None else _interrupted_creation(interruption)
     except GeneratorExit:
         return
     except BaseException as error:
         if not arguments:
             raise
-        _make_kernel(*arguments[1:])
-        refill()
-        yield _interrupted_creation(error)
+        try:
+            refill()
+            last = _failed_creation(arguments, interruption or error)
+        except BaseException:
+            # This close to the recursion limit, no function can be called any more.
+            last = _spares[-1]
+            del _spares[-1]
+        yield last
 
 
 def _interrupted_creation(error: BaseException) -> Callable[[], Any]:
@@ -229,22 +237,86 @@ def _interrupted_creation(error: BaseException) -> Callable[[], Any]:
     if owner is None:
         return raise_after_return(error)
     owner.kernel_failed(error)
-    return bool
+    return _succeeded
+
+
+def _failed_creation(arguments: list[int], error: BaseException) -> Callable[[], int | None]:
+    """Return the status for an exception that ended the creation of a kernel.
+
+    After an exception of a signal handler, the kernel is created all the same: a plain session that fails
+    would raise its own exception.
+    """
+    if is_interruption(error):
+        try:
+            _make_kernel(*arguments)
+            return _interrupted_creation(error)
+        except Exception as another:
+            error = another
+    _, api_address, info, _ = arguments
+    api = _api(api_address)
+    text = str(error) if isinstance(error, OrtgradError) else f"{type(error).__name__}: {error}"
+    node = api.node_name(info)
+    owner: Owner | None = getattr(_local, "owner", None)
+    reason = ModelError(f"node {node!r} of {_operators[arguments[0]].operator.name}: {text}")
+    reason.__cause__ = error
+    if owner is not None:
+        owner.kernel_failed(reason)
+    return _status(api, str(reason))
+
+
+def _api(address: int) -> Api:
+    return _apis.get(address) or _apis.setdefault(address, Api(address))
+
+
+def _fill_spares(api: Api) -> None:
+    while len(_spares) < _SPARES:
+        _spares.append(_status(api, _NO_ROOM))
 
 
 def _make_kernel(op: int, api_address: int, info: int, place: int) -> None:
-    """Create the kernel of a node and write its address to `place`."""
-    api = _apis.get(api_address) or _apis.setdefault(api_address, Api(api_address))
+    """Create the kernel of a node and write its address to `place`.
+
+    If the node's call cannot be read, the kernel fails with the reason when it runs. Raises NodeError if the
+    node has other inputs and outputs than the kernel is made for.
+    """
+    api = _api(api_address)
+    _fill_spares(api)
     native = _operators[op]
     owner: Owner | None = getattr(_local, "owner", None)
+    if owner is None and native.operator.domain == INTERNAL_DOMAIN:
+        raise NodeError(
+            f"operators of the domain {INTERNAL_DOMAIN!r} exist only in sessions of ortgrad, "
+            "which make such nodes themselves"
+        )
     call: Call | Exception
     try:
         native, call = native.read(api.attribute(info, CALL_ATTRIBUTE))
     except (ModelError, RuntimeError) as error:
         call = error
+    else:
+        _check_node(api, info, native)
     kernel = _Kernel(api, native, call, owner, info)
     (_others if owner is None else owner.kernels).append(kernel)
     ctypes.c_void_p.from_address(place).value = kernel.address
+
+
+def _check_node(api: Api, info: int, native: NativeOperator) -> None:
+    """Raise NodeError unless onnxruntime passes to the kernel what it is made for.
+
+    onnxruntime itself has checked the types of all values of a model by then, and allocates outputs by them.
+    """
+    for what, dtypes, parameters, given in (
+        ("inputs", native.inputs, native.operator.inputs, api.input_types(info)),
+        ("outputs", native.outputs, native.operator.outputs, api.output_types(info)),
+    ):
+        if len(given) != len(dtypes):
+            raise NodeError(f"it has {len(given)} {what}; its kernel has {len(dtypes)}")
+        for parameter, dtype, element in zip(parameters, dtypes, given, strict=True):
+            if element != ELEMENT_TYPES[dtype.name]:
+                raise NodeError(
+                    f"{parameter.name}, one of its {what}, is {element_name(element)}; its kernel takes "
+                    f"a tensor of {dtype}"
+                )
 
 
 class _Kernel(Entrances):
@@ -261,8 +333,12 @@ class _Kernel(Entrances):
         self._state: State | None = None
         # What is to be compiled, with its element types and its products.
         self._waiting: tuple[CompiledKernel, list[str], Products | None] | None = None
-        if machine_code.entry() is not None:
-            self._state = State(api.address, address_of(_python_compute()), self)
+        compiled = machine_code.entry()
+        # Runs of ortgrad's sessions do it themselves, and so does the compiled function.
+        self._flushes = compiled is None and owner is None
+        if compiled is not None:
+            guarded = compiled.guarded if owner is None or owner.flushes else 0
+            self._state = State(api.address, address_of(_python_compute()), self, guarded=guarded)
             if owner is None or owner.compiles:
                 self._waiting = self._find_compiled(info)
             if owner is None:
@@ -284,6 +360,11 @@ class _Kernel(Entrances):
         if compiled is None or not isinstance(self._call, Call):
             return None
         dtypes = [dtype.name for dtype in (*self._native.inputs, *self._native.outputs)]
+        if len(compiled.names) > layout.MOST_TENSORS:
+            raise NodeError(
+                f"its compiled kernel has {len(compiled.names)} inputs, outputs and scratch tensors; "
+                f"there can be up to {layout.MOST_TENSORS}"
+            )
         if any(dtypes[row.parameter] != "int64" for row in self._call.contract.rows if row.contents):
             # Compiled code reads shapes, which belong to the key of a plan, as int64.
             return None
@@ -302,7 +383,8 @@ class _Kernel(Entrances):
             kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
             self._call = NodeError(f"{self._call.node}: {kind}{error}")
         else:
-            self._state.use(compiled, self._call, block, self._api.memory, products)
+            types = [ELEMENT_TYPES[dtype.name] for dtype in self._native.inputs]
+            self._state.use(compiled, self._call, block, self._api.memory, products, types)
 
     def _products(self, compiled: CompiledKernel, dtypes: Sequence[str], info: int) -> Products | None:
         if not compiled.products:
@@ -345,11 +427,16 @@ class _Kernel(Entrances):
     def _run(self, context: int, interruption: BaseException | None) -> Callable[[], int | None]:
         reason = interruption
         if reason is None:
+            floats = subnormals.saved() if self._flushes else None
             try:
+                subnormals.flush(floats)
                 self._compute(context)
                 return _succeeded
             except BaseException as error:
                 reason = error
+            finally:
+                if floats is not None:
+                    subnormals.restore(floats)
             # Frames refer to arrays whose memory is only valid during this call.
             _forget_frames(reason)
         if reason is interruption or is_interruption(reason):
@@ -361,8 +448,7 @@ class _Kernel(Entrances):
         return self._failed(kernel_error(declaration, node, describe(declaration, feed), reason))
 
     def _compute(self, context: int) -> None:
-        while len(_spares) < _SPARES:
-            _spares.append(_status(self._api, _NO_ROOM))
+        _fill_spares(self._api)
         self.compile()  # onnxruntime may run nodes with constant inputs while it makes the session
         if isinstance(self._call, Exception):
             raise self._call
@@ -474,11 +560,12 @@ def _require_sole_reference(arrays: list[np.ndarray]) -> None:
     for base in [array.base for array in arrays]:
         if isinstance(base, Memory):
             base.forget()
-    for _ in range(_PATIENCE):
+    for i, pause in enumerate(_PAUSES):
         if not _is_shared(arrays):
             return
-        time.sleep(1e-3)
-    gc.collect()
+        if i == 20:
+            gc.collect()
+        time.sleep(pause)
     if _is_shared(arrays):
         raise TypeError(
             "the kernel kept an array that it was given, or a view of one; "

@@ -31,11 +31,13 @@ _ALIGNMENT = 64
 class State:
     """The state of a kernel in native memory; `address` is what onnxruntime passes to the kernel."""
 
-    def __init__(self, api: int, python: int, owner: object) -> None:
+    def __init__(self, api: int, python: int, owner: object, *, guarded: int = 0) -> None:
+        """`guarded` is the address of the function that flushes subnormal numbers; 0 if it is not wanted."""
         self._fields = np.zeros(layout.STATE_SIZE, np.int64)
         self._fields[layout.STATE_API] = api
         self._fields[layout.STATE_PYTHON] = python
         self._fields[layout.STATE_OBJECT] = id(owner)
+        self._fields[layout.STATE_GUARDED] = guarded
         self._plans: list[np.ndarray] = []
         self._kernel: CompiledKernel | None = None
         self._products: Products | None = None
@@ -45,15 +47,25 @@ class State:
         return self._fields.ctypes.data
 
     def use(
-        self, kernel: CompiledKernel, call: Call, block: int, memory: int, products: Products | None
+        self,
+        kernel: CompiledKernel,
+        call: Call,
+        block: int,
+        memory: int,
+        products: Products | None,
+        types: Sequence[int],
     ) -> None:
-        """Make the node run a compiled kernel; `memory` is the address of the OrtMemoryInfo."""
+        """Make the node run a compiled kernel; `memory` is the address of the OrtMemoryInfo.
+
+        `types` are onnxruntime's numbers of the inputs' element types.
+        """
         if products is not None:
             self._products = products
             self._fields[layout.STATE_ELEMENT] = products.element
             last = layout.STATE_PRODUCTS + len(products.operators)
             self._fields[layout.STATE_PRODUCTS : last] = products.operators
         self._fields[layout.STATE_MEMORY] = memory
+        self._fields[layout.STATE_TYPES : layout.STATE_TYPES + len(types)] = types
         contents = {row.parameter for row in call.contract.rows if row.contents}
         self._kernel = kernel
         self._fields[layout.STATE_INPUTS] = len(call.operator.inputs)

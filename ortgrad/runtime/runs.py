@@ -18,7 +18,8 @@ from typing import Any
 import onnxruntime
 
 from ortgrad.operators.assertions import explain
-from ortgrad.threads import Result, call_elsewhere
+from ortgrad.runtime import subnormals
+from ortgrad.threads import Result, call_elsewhere, make_lock
 
 # Runs up to this many seconds stay on the main thread, where they delay signals.
 _SHORT = 0.02
@@ -43,16 +44,19 @@ class Monitor:
     to every asynchronous run in progress.
     """
 
-    def __init__(self, *, parallel: bool = False, steady: bool = True, compiles: bool = False) -> None:
+    def __init__(
+        self, *, parallel: bool = False, steady: bool = True, compiles: bool = False, flushes: bool = False
+    ) -> None:
         """`steady` says that runs on inputs of the same size take about the same time.
 
-        `compiles` says whether the session's nodes run compiled kernels where there are any.
+        `compiles` says whether the session's nodes run compiled kernels where there are any, `flushes`
+        whether subnormal numbers are flushed to zero.
         """
         self.kernels: list[object] = []
-        self.compiles = compiles
+        self.compiles, self.flushes = compiles, flushes
         self._parallel = parallel
         self._steady = steady
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = make_lock()
         self._runs: dict[int, _Run] = {}
         self._async_runs: set[_Run] = set()
         self._stray: dict[int, BaseException] = {}
@@ -105,7 +109,9 @@ class Monitor:
                 return self._watch(_EVERY_THREAD, run, function, arguments, size)
         runs = self._runs
         outer, depth, start = runs.get(thread), _depth.get() + 1, time.perf_counter()
+        floats = subnormals.saved() if self.flushes else None
         try:
+            subnormals.flush(floats)
             runs[thread] = run
             _depth.set(depth)
             if depth > _MOST_NESTED:
@@ -118,6 +124,9 @@ class Monitor:
             if run.error is None:
                 raise
         finally:
+            # First of all: a signal handler may end this function at any later place.
+            if floats is not None:
+                subnormals.restore(floats)
             if size is not None and self._steady:
                 if time.perf_counter() - start > _SHORT:
                     self._quick_size = -1

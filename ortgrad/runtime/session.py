@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from ortgrad.errors import ModelError
 from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.protos import all_nodes
+from ortgrad.keywords import checked
 from ortgrad.operators.assertions import explain
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
-from ortgrad.pipelines.prepare import Kernels, prepare_loaded
+from ortgrad.pipelines.prepare import Kernels, computes_gradients, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
-from ortgrad.runtime import native
+from ortgrad.runtime import native, subnormals
 from ortgrad.runtime.bindings import Binding, size_of
 from ortgrad.runtime.runs import Monitor
-from ortgrad.threads import call_elsewhere
+from ortgrad.threads import Result, call_elsewhere, forks_wait
 
 _REGISTERED = "ortgrad.registered"
 _NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # logging levels
@@ -32,6 +33,7 @@ _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 _SMALL_MODEL = 1 << 18
 
 
+@checked
 def get_library_path() -> str:
     """Return the path of the op library, for `SessionOptions.register_custom_ops_library`.
 
@@ -42,6 +44,7 @@ def get_library_path() -> str:
     return dispatch.library_path()
 
 
+@checked
 def register(options: onnxruntime.SessionOptions) -> None:
     """Make the Python kernels available to sessions with these options. Repeated calls have no effect.
 
@@ -81,6 +84,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     The model may also be a ModelProto, and may contain gradient nodes as onnxruntime-training writes
     them. A failing kernel stops the run and raises KernelError. The default provider is the CPU.
 
+    In a model with gradients, subnormal numbers (below 1.2e-38) are zero: behind a saturated softmax they
+    make a run many times slower. The entry "session.set_denormal_as_zero" in sess_options, "0" or "1", is
+    respected; without it, "1" is added.
+
     >>> import numpy as np, ortgrad
     >>> model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
     >>> session = ortgrad.InferenceSession(model)
@@ -88,6 +95,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     [array([1.  , 0.75], dtype=float32)]
     """
 
+    @checked
     def __init__(
         self,
         path_or_bytes: ModelLike,
@@ -96,18 +104,21 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         kernels: Kernels = "auto",
-        **kwargs: Any,
+        disabled_optimizers: Collection[str] | None = None,
+        enable_fallback: bool = True,
+        read_config_from_model: bool | None = None,
     ) -> None:
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         level = options.log_severity_level
         # NumPy and the binding of onnx make a TypeError of a KeyboardInterrupt that is raised inside of them.
-        model = call_elsewhere(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
+        model = _undivided(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
         if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         loaded, chosen = model, kernels
-        model = call_elsewhere(lambda: prepare_loaded(loaded, chosen, bodies=False))
+        flushes = _choose_flushing(options, model)
+        model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False))
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
             # microseconds in a run of a small model, and nothing in others.
@@ -119,16 +130,18 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             # The number of iterations of a Loop may depend on the values that are fed.
             steady=all(node.op_type != "Loop" for node in all_nodes(model.graph.node)),
             compiles=kernels in ("compiled", "auto"),
+            flushes=flushes,
         )
-        disabled = list(kwargs.get("disabled_optimizers") or ())
+        disabled = list(disabled_optimizers or ())
         if _FUSES_TOO_MUCH:
             # onnxruntime before 1.26 fuses float64 nodes to FusedMatMul, for which it has no kernel.
             disabled.append("MatmulTransposeFusion")
         if any(node.op_type == "Dropout" and any(node.input[2:]) for node in all_nodes(model.graph.node)):
             # It would remove a Dropout in training mode if nothing reads the mask.
             disabled.append("EliminateDropout")
-        if disabled:
-            kwargs["disabled_optimizers"] = disabled
+        further: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
+        if read_config_from_model is not None:
+            further["read_config_from_model"] = read_config_from_model
         try:
             if level == _NOT_CHOSEN:
                 # onnxruntime warns about every weight that can be fed, and logs errors that it also raises.
@@ -138,7 +151,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 options,
                 providers if providers is not None else ["CPUExecutionProvider"],
                 provider_options,
-                **kwargs,
+                enable_fallback=enable_fallback,
+                **further,
             )
         except onnxruntime_errors() as error:
             _explain(model, error)
@@ -150,12 +164,19 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         create = super().__init__
 
         def owned() -> None:
-            with native.owned_by(self._monitor):
-                create(*arguments, **keywords)
-            self._monitor.raise_stray()
+            # A process's first session sets up the thread on which it is made, too.
+            floats = subnormals.saved()
+            try:
+                with native.owned_by(self._monitor):
+                    create(*arguments, **keywords)
+            finally:
+                if floats is not None:
+                    subnormals.restore(floats)
+                # In place of onnxruntime's exception, if that is a consequence.
+                self._monitor.raise_stray()
 
         # Creation cannot be stopped, but on another thread signals do not interrupt the callbacks.
-        call_elsewhere(owned)
+        _undivided(owned)
         native.compile_kernels(self._monitor)
 
     def run(
@@ -219,6 +240,29 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+
+def _choose_flushing(options: onnxruntime.SessionOptions, model: onnx.ModelProto) -> bool:
+    """Return whether to flush subnormal numbers; if so, the threads of the session's pool do it, too.
+
+    The options decide. If they leave it open, it depends on whether there are gradients.
+    """
+    if _has_entry(options, subnormals.OPTION):
+        return bool(options.get_session_config_entry(subnormals.OPTION) == "1")
+    if not computes_gradients(model):
+        return False
+    options.add_session_config_entry(subnormals.OPTION, "1")
+    return True
+
+
+def _undivided(function: Callable[[], Result]) -> Result:
+    """Call a function on another thread, uninterrupted by signals and by forks in other threads."""
+
+    def call() -> Result:
+        with forks_wait():
+            return function()
+
+    return call_elsewhere(call)
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:

@@ -1,15 +1,17 @@
 """Training of ONNX models: a short way (`fit`), and the interface of onnxruntime.training 1.19.2."""
 
 from ortgrad.training.exporting import export
+from ortgrad.training.fitting import fit
 from ortgrad.training.losses import add_loss
-from ortgrad.training.optimizers.rules import SGD, Adagrad, AdamW, RMSprop
+from ortgrad.training.optimizers.rules import SGD, Adagrad, Adam, AdamW, RMSprop
 from ortgrad.training.results import Result
 from ortgrad.training.selection import parameters
-from ortgrad.training.trainer import Trainer, fit
+from ortgrad.training.trainer import Trainer
 
 __all__ = [
     "SGD",
     "Adagrad",
+    "Adam",
     "AdamW",
     "RMSprop",
     "Result",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Sequence
 from enum import Enum
@@ -14,6 +13,7 @@ import onnx
 
 from ortgrad.errors import ArgumentTypeError, ModelError, NoParametersError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike
+from ortgrad.keywords import checked
 from ortgrad.training import onnxblock
 from ortgrad.training.statistics import separate_statistics, warn_of_merged
 from ortgrad.training.weights import Weights, load_weights, save_model
@@ -40,6 +40,7 @@ class OptimType(Enum):
     SGD = 2
 
 
+@checked
 def generate_artifacts(
     model: ModelLike,
     requires_grad: list[str] | None = None,
@@ -64,9 +65,10 @@ def generate_artifacts(
     cross entropy), or a block, which gets the names of all outputs. `loss_input_names` replaces these names.
     Without a loss, the first output is the loss. The models return the loss and `additional_output_names`.
 
-    The files go to `artifact_directory` (default: the working directory), which must exist, under names that
-    begin with `prefix`. `nominal_checkpoint` adds a checkpoint without values. `custom_op_library` must
-    exist; `ort_format=True` is not possible, because the stock onnxruntime cannot write such training models.
+    The files go to `artifact_directory` (default: the working directory), which is made if it does not exist,
+    under names that begin with `prefix`. `nominal_checkpoint` adds a checkpoint without values.
+    `custom_op_library` must exist; `ort_format=True` is not possible, because the stock onnxruntime cannot
+    write such training models.
 
     The files train in `ortgrad.training.api` and in onnxruntime-training 1.19.2, there up to opset 21.
 
@@ -99,8 +101,6 @@ def generate_artifacts(
     if optimizer_block is not None and not trained:
         raise NoParametersError("an optimizer needs parameters; name them in requires_grad")
     folder = Path(os.fsdecode(artifact_directory) if artifact_directory is not None else Path.cwd())
-    if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     try:
         weights = load_weights(model, {*trained, *frozen})
     except ModelError as error:
@@ -133,6 +133,7 @@ def generate_artifacts(
         with onnxblock.empty_base(_opset(weights.model)):
             optimizer_block(block.parameters())
             optimizer_model = optimizer_block.to_model_proto()  # type: ignore[attr-defined]
+    folder.mkdir(parents=True, exist_ok=True)
     _save(weights, block, folder, prefix, nominal_checkpoint)
     save_model(training_model, folder / f"{prefix}training_model.onnx")
     save_model(eval_model, folder / f"{prefix}eval_model.onnx")

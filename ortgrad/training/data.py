@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,37 @@ import numpy as np
 from ortgrad.errors import ArgumentTypeError, TrainingError
 
 Batch = list[np.ndarray]
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array of some library: NumPy's, PyTorch's, JAX's, a column of pandas."""
+    return not isinstance(value, type) and (hasattr(value, "__array__") or hasattr(value, "__dlpack__"))
+
+
+def as_array(value: Any, what: str) -> np.ndarray:
+    """Return a value as an array, without a copy where its library allows that."""
+    if isinstance(value, np.ndarray):
+        return value
+    if getattr(value, "requires_grad", False):
+        raise ArgumentTypeError(f"{what} is a tensor that requires a gradient: give its .detach()")
+    try:
+        if hasattr(value, "__dlpack_device__") and int(value.__dlpack_device__()[0]) not in _HOST:
+            raise ValueError("it is not in main memory; copy it there, in PyTorch by .cpu()")
+        if hasattr(value, "__array__"):
+            return np.asarray(value)
+        if hasattr(value, "__dlpack__"):
+            return np.from_dlpack(value)
+        if isinstance(value, (list, tuple)) and value and all(map(is_array, value)):
+            return np.stack([as_array(each, what) for each in value])
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise ArgumentTypeError(
+            f"{what}, a {type(value).__name__}, cannot be read as an array: {error}"
+        ) from error
+
+
+# The kinds of devices of DLPack that are main memory: CPU, and memory pinned for CUDA or ROCm.
+_HOST = (1, 3, 11)
 
 
 @dataclass(frozen=True)
@@ -24,7 +56,7 @@ class Inputs:
 
     def fitted(self, name: str, value: Any) -> np.ndarray:
         """Return a value as an array; integers of another size get the type of the input."""
-        array = np.asarray(value)
+        array = as_array(value, f"the array of {name!r}")
         wanted = self.types[name]
         if wanted is not None and wanted != array.dtype and wanted.kind in "iu" and array.dtype.kind in "iu":
             # A value that does not fit stays as it is, and is refused.
@@ -62,11 +94,11 @@ def source_of(data: Any, inputs: Inputs, batch_size: int, seed: int | None, what
     """Return the batches of a tuple or dict of arrays, or of an iterable; without a seed, in their order."""
     if batch_size < 1:
         raise TrainingError(f"batch_size is {batch_size}; it must be at least 1")
-    if isinstance(data, Mapping) or (
-        isinstance(data, tuple) and all(isinstance(a, np.ndarray) for a in data)
-    ):
+    # A batch is a tuple, a list or a dict, so that data with an array in it consists of arrays.
+    columns = isinstance(data, (tuple, list)) and any(map(is_array, data))
+    if isinstance(data, Mapping) or (columns and (isinstance(data, tuple) or len(data) == len(inputs.names))):
         return _from_arrays(inputs.ordered(data, what), inputs, batch_size, seed, what)
-    if isinstance(data, np.ndarray) or not isinstance(data, Iterable):
+    if is_array(data) or not isinstance(data, Iterable):
         raise ArgumentTypeError(
             f"{what} is a {type(data).__name__}; it must be a tuple or a dict of arrays, or batches"
         )
@@ -103,7 +135,60 @@ def _from_batches(data: Iterable[Any], inputs: Inputs, what: str) -> Source:
             more = "; an iterator can be used once, a list or a DataLoader again" if epoch else ""
             raise TrainingError(f"there are no batches in {what}{more}")
 
-    return Source(len(data) if isinstance(data, Sized) else None, begin)
+    return Source(_length(data), begin)
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of batches, or None if the data does not know it."""
+    if not hasattr(type(data), "__len__"):
+        return None
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        # A DataLoader over an IterableDataset.
+        return None
+
+
+def limited(source: Source, batches: int, data: Any, inputs: Inputs, what: str = "the data") -> Source:
+    """Return a source with this many batches in every epoch.
+
+    Data without a length goes on in the next epoch where it has stopped, and begins anew when it has ended.
+    """
+    if source.count is not None:
+        return Source(batches, lambda epoch, first: islice(source.begin(epoch, first), batches - first))
+    stream = _Stream(data, inputs, what)
+    return Source(batches, lambda epoch, first: stream.part(epoch * batches + first, batches - first))
+
+
+class _Stream:
+    """Batches without a known end, read across epochs."""
+
+    def __init__(self, data: Iterable[Any], inputs: Inputs, what: str) -> None:
+        self._data, self._inputs, self._what = data, inputs, what
+        self._iterator = iter(data)
+        self._once = self._iterator is data
+        # Batches that were read, and those among them that are of the present pass.
+        self._read = self._of_this = 0
+
+    def part(self, start: int, count: int) -> Iterator[Batch]:
+        """Yield `count` batches from the one with the number `start` on."""
+        while self._read < start:
+            self._next()
+        for _ in range(count):
+            number = self._read
+            yield self._inputs.ordered(self._next(), f"batch {number} of {self._what}")
+
+    def _next(self) -> Any:
+        found = next(self._iterator, self)
+        if found is self:
+            if self._once or not self._of_this:
+                raise TrainingError(
+                    f"{self._what} ended after {self._read} batches, before the epochs of steps_per_epoch did"
+                )
+            self._iterator, self._of_this = iter(self._data), 0
+            return self._next()
+        self._read, self._of_this = self._read + 1, self._of_this + 1
+        return found
 
 
 def samples(batch: Batch) -> int:

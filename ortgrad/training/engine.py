@@ -98,7 +98,8 @@ class Engine:
     """A model that is trained in memory: loss and gradients of a batch, and outputs in evaluation.
 
     `trained` are the trained parameters in the order in which they lie in memory. `loss` is the loss, and
-    `outputs` are what evaluation returns besides.
+    `outputs` are what evaluation returns besides. `untrained` are the outputs of batch normalizations that
+    are in evaluation mode also in training.
     """
 
     def __init__(
@@ -110,9 +111,10 @@ class Engine:
         *,
         accumulates: bool,
         threads: int,
+        untrained: Collection[str] = (),
     ) -> None:
         self.loss, self._accumulates, self._threads = loss, accumulates, threads
-        frozen = running_statistics(model)
+        frozen = running_statistics(model, untrained)
         weights = load_weights(model, {*trained, *frozen})
         forward = with_inferred(weights.model)
         _set_outputs(forward, [loss, *outputs])
@@ -124,7 +126,7 @@ class Engine:
                 {name: weights.array(tensors[name]) for name in frozen if name not in trained},
             )
         )
-        training, self._evaluation = build_models(forward, values, trained, loss)
+        training, self._evaluation = build_models(forward, values, trained, loss, untrained)
         self._graph = self._with_outputs(training)
         self.is_random = any(
             node.op_type in ("Dropout", *_FLOAT_SEEDS) for node in all_nodes(self._graph.model.graph.node)

@@ -13,20 +13,25 @@ import onnx
 from ortgrad.errors import ArgumentTypeError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.protos import all_graphs, copy_of
+from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
 from ortgrad.training.checkpoint.state import Checkpoint, as_bytes, element_type
+from ortgrad.training.evaluation import for_inference
 from ortgrad.training.inference import EXTERNAL_FROM, save_with_initializers
 from ortgrad.training.state import TrainingState
 
 
+@checked
 def export(
     model: ModelLike, state: Any, path: str | os.PathLike[str] | None = None
 ) -> onnx.ModelProto | None:
     """Return the model with the trained values of its parameters, or write it to a file.
 
-    `model` is the forward model that was trained: its inputs, outputs and nodes stay as they are. `state` is
-    a Trainer, a Result, a CheckpointState, a Checkpoint, the path of a checkpoint, or arrays by name. All of
-    its parameters must be in the model, with the same shapes and types.
+    `model` is the forward model that was trained: its inputs, outputs and nodes stay as they are, but
+    BatchNormalization and Dropout are in inference mode, also if the model was written in training mode. (A
+    mode of Dropout that is an input of the model remains one.) `state` is a Trainer, a Result, a
+    CheckpointState, a Checkpoint, the path of a checkpoint, or arrays by name. All of its parameters must be
+    in the model, with the same shapes and types.
 
     With a path, weights that are too large for one file go to a second one, `<path>.data`, and nothing is
     returned. A file keeps its old contents until the new ones are complete.
@@ -53,6 +58,7 @@ def export(
                 f"{kind}{list(tensor.dims)}"
             )
         _set(tensor, name, array)
+    for_inference(made)
     if path is None:
         return made
     try:

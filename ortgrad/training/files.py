@@ -16,6 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 _SUFFIX = ".partial"
 # Seconds after which a partial file that nobody writes to belongs to a process that has ended.
 _ABANDONED = 600.0
@@ -86,6 +91,21 @@ def remove_abandoned(folder: Path, pattern: re.Pattern[str]) -> None:
                 with suppress(OSError):
                     if entry.stat().st_mtime < oldest:
                         os.unlink(entry.path)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes and threads that use this lock out, where the system can lock a folder."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

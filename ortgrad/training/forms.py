@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, subgraphs
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.operators.declaration import DOMAIN
@@ -17,15 +16,18 @@ from ortgrad.passes.attach import is_body
 from ortgrad.passes.inline import inline
 from ortgrad.passes.tidy import remove_unused
 from ortgrad.pipelines.opening import OPENING, run
+from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.models import ACCUMULATOR
 
 
-def in_training(source: onnx.ModelProto) -> onnx.ModelProto:
+def in_training(source: onnx.ModelProto, untrained: Collection[str] = ()) -> onnx.ModelProto:
     """Return a copy of the model in which BatchNormalization and Dropout are in training mode.
 
-    The running statistics of each BatchNormalization of the main graph become outputs of the graph.
+    The running statistics of each BatchNormalization of the main graph become outputs of the graph. Those
+    with an output in `untrained` are in evaluation mode instead.
     """
-    model = inline(read(source), lambda function: not is_body(function))
+    evaluated = in_evaluation(source, only=untrained) if untrained else source
+    model = inline(read(evaluated), lambda function: not is_body(function))
     model = run(model, *OPENING)
     graph, names = model.graph, Names.of(model)
     latest: dict[ir.Value, ir.Value] = {}
@@ -34,7 +36,7 @@ def in_training(source: onnx.ModelProto) -> onnx.ModelProto:
             continue
         if node.op_type == "Dropout":
             _switch_on(node, names)
-        elif node.op_type == "BatchNormalization":
+        elif node.op_type == "BatchNormalization" and node.outputs[0].name not in untrained:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
             if node.graph is graph:
                 _return_statistics(graph, node, names, latest)
@@ -136,40 +138,3 @@ def _correct_variance(model: ir.Model, node: ir.Node, names: Names) -> None:
     for use in later:
         # The node of the same layer, applied again, reads the sum.
         use.node.replace_input_with(use.idx, results[1])
-
-
-def in_evaluation(source: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of the model in which BatchNormalization and Dropout are in evaluation mode."""
-    model = copy_of(source)
-    for graph in all_graphs(model.graph):
-        _evaluate(graph.node, {value.name for value in graph.output})
-    for function in model.functions:
-        _evaluate(function.node, set(function.output))
-        for node in all_nodes(function.node):
-            for graph in subgraphs(node):
-                _evaluate(graph.node, {value.name for value in graph.output})
-    return model
-
-
-def _evaluate(nodes: Any, outputs: set[str]) -> None:
-    """Switch the nodes of one graph to evaluation mode; `outputs` are the outputs of the graph."""
-    read = outputs | {name for node in all_nodes(nodes) for name in node.input}
-    kept: list[onnx.NodeProto] = []
-    for node in nodes:
-        kept.append(node)
-        if node.domain not in ("", "ai.onnx"):
-            continue
-        if node.op_type == "Dropout" and len(node.input) > 2:
-            node.input[2] = ""
-        elif node.op_type == "BatchNormalization":
-            for attribute in node.attribute:
-                if attribute.name == "training_mode":
-                    attribute.i = 0
-            # The further outputs exist only in training: the running statistics and, in opset 9, the batch's.
-            statistics = zip(node.output[1:], (node.input[3], node.input[4]) * 2, strict=False)
-            copies = [(old, new) for new, old in statistics if new in read]
-            kept += [onnx.helper.make_node("Identity", [old], [new]) for old, new in copies]
-            del node.output[1:]
-    if len(kept) > len(nodes):
-        del nodes[:]
-        nodes.extend(kept)

@@ -13,6 +13,7 @@ from ortgrad.errors import ModelError, TrainingError, TrainingFileError, Trainin
 from ortgrad.graph.loading import LARGEST_MESSAGE, load_model
 from ortgrad.graph.protos import all_nodes, copy_of
 from ortgrad.training.checkpoint.state import as_bytes, element_type
+from ortgrad.training.evaluation import for_inference
 from ortgrad.training.files import replacing
 
 # Larger models get a second file with the initializers, as protobuf is limited to 2 GB.
@@ -31,6 +32,7 @@ def save_inference_model(
         model = copy_of(load_model(source))
     except ModelError as error:
         raise TrainingModelError(f"the evaluation model cannot be used: {error}") from error
+    for_inference(model)
     reduce_to(model, outputs)
     used = _used(model.graph)
     fed = [value for value in model.graph.input if value.name in used and value.name not in parameters]

@@ -34,7 +34,9 @@ from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.matching import left_out, matches, nearest, not_in_file
 from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
+from ortgrad.keywords import checked, outside
 from ortgrad.training.checkpoint import load_tensors, save_tensors
+from ortgrad.training.evaluation import for_inference
 from ortgrad.training.exporting import arrays_of
 from ortgrad.training.lora_merging import merge
 from ortgrad.training.lora_nodes import Adapted, Adapter, adapter_for, adapter_nodes, find_adapted
@@ -50,6 +52,7 @@ _OLDEST_OPSET = 7
 _SUFFIXES = (".lora_A", ".lora_B")
 
 
+@checked
 def add_lora(
     model: ModelLike, patterns: str | Sequence[str], *, rank: int = 8, alpha: float = 16.0, seed: int = 0
 ) -> onnx.ModelProto:
@@ -85,6 +88,7 @@ def add_lora(
     return made
 
 
+@checked
 def lora_parameters(model: ModelLike) -> list[str]:
     """Return the names of the adapters' tensors, which are to be trained; none if there are no adapters.
 
@@ -104,6 +108,7 @@ def lora_parameters(model: ModelLike) -> list[str]:
     ]
 
 
+@checked
 def save_lora(model_or_state: Any, path: str | os.PathLike[str], *, model: ModelLike | None = None) -> None:
     """Write the adapters alone to a safetensors file.
 
@@ -150,6 +155,7 @@ def save_lora(model_or_state: Any, path: str | os.PathLike[str], *, model: Model
     save_tensors(arrays, metadata, path)
 
 
+@checked
 def load_lora(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto:
     """Return the model with the adapters in a file that `save_lora` wrote.
 
@@ -205,13 +211,15 @@ def load_lora(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto
     return made
 
 
+@checked
 def merge_lora(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     """Return the model with the adapters folded into the weights: W + (alpha / rank) * A B.
 
     The nodes of the adapters are removed; what remains are the nodes of the model before `add_lora`. Where a
     weight is also read by other nodes, those keep it, and the merged one is a new initializer
     `<weight>.merged`. Adapters of quantized weights cannot be folded into integers. With `dequantize` weights
-    behind DequantizeLinear become floating-point numbers.
+    behind DequantizeLinear become floating-point numbers. BatchNormalization and Dropout are in inference
+    mode, as in what `export` returns.
 
     >>> import numpy as np, onnx
     >>> from ortgrad.training.lora import add_lora, merge_lora
@@ -234,6 +242,7 @@ def merge_lora(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto
     rest = [entry for entry in made.metadata_props if entry.key != _METADATA]
     del made.metadata_props[:]
     made.metadata_props.extend(rest)
+    for_inference(made)
     return made
 
 
@@ -300,7 +309,7 @@ def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dic
             raise NameNotFoundError(_no_match(model, pattern, sites, exact, origins))
         warning = left_out(pattern, [*found], list(dict.fromkeys(s.weight for s in sites)), origins)
         if warning is not None:
-            warnings.warn(f"patterns: {warning}", ParameterWarning, stacklevel=3)
+            warnings.warn(f"patterns: {warning}", ParameterWarning, stacklevel=outside())
         for site in sites:
             if site.weight in found and site.weight not in chosen:
                 chosen[site.weight] = [s for s in sites if s.weight == site.weight]

@@ -13,6 +13,7 @@ from onnx import helper
 from ortgrad.errors import ArgumentTypeError, ModelError, NameNotFoundError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.protos import FLOATS, copy_of
+from ortgrad.keywords import checked
 from ortgrad.training import onnxblock
 from ortgrad.training.onnxblock import graph as graphs
 
@@ -31,6 +32,7 @@ Loss = str | Callable[..., Any] | onnxblock.Block
 Declaration = tuple[Any, Sequence[int | str | None]]
 
 
+@checked
 def add_loss(
     model: ModelLike,
     loss: Loss,
@@ -38,12 +40,12 @@ def add_loss(
     output: str | None = None,
     target: str | None = None,
     name: str = "loss",
-    reduction: str = "mean",
+    reduction: str | None = None,
     weight: Any = None,
     pos_weight: Any = None,
     ignore_index: int | None = None,
     axis: int | None = None,
-    delta: float = 1.0,
+    delta: float | None = None,
     types: Mapping[str, Declaration] | None = None,
 ) -> onnx.ModelProto:
     """Return a copy of the model with a further output `name`: the loss of an output and a target.
@@ -51,13 +53,14 @@ def add_loss(
     | loss | what |
     | --- | --- |
     | "cross-entropy" | of scores and an input `labels` of int64. `weight` has a factor per class, labels equal to `ignore_index` do not count. `axis` is the dimension of the classes; by default it is found from the shapes: 1 in (N, C) and (N, C, ...), the last one in (N, S, V) |
-    | "mse", "l1", "huber" | of differences from an input `target`; `delta` is Huber's |
+    | "mse", "l1", "huber" | of differences from an input `target`; `delta` is Huber's (default: 1) |
     | "bce" | binary cross entropy of scores (logits) and an input `target`, with `weight` and `pos_weight` |
     | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs like the output, or of the element type and shape in `types` |
     | a block of onnxblock | called with the names of output and, if given, target |
 
     `output` is the first floating-point output unless it is named, and `target` the name of the target, which
-    becomes an input unless the model has it. `reduction` is "mean", "sum" or "none".
+    becomes an input unless the model has it. `reduction` is "mean" (the default), "sum" or "none". An option
+    of another loss is an error.
 
     >>> import onnx
     >>> from ortgrad.training import add_loss
@@ -71,6 +74,18 @@ def add_loss(
     >>> [value.name for value in add_loss(model, robust).graph.input]
     ['x', 'target']
     """  # noqa: E501 (a table)
+    given = {
+        "reduction": reduction,
+        "weight": weight,
+        "pos_weight": pos_weight,
+        "ignore_index": ignore_index,
+        "axis": axis,
+        "delta": delta,
+        "types": types,
+    }
+    if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
+        raise TrainingError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block")
+    check_options(loss, {key: value for key, value in given.items() if value is not None})
     proto = copy_of(load_model(model))
     if _opset(proto) < _OLDEST_OPSET:
         proto = _converted(proto)
@@ -79,13 +94,14 @@ def add_loss(
     source = output_of(proto, output)
     if isinstance(loss, str) and loss in LOSSES:
         _refuse_probabilities(proto, loss, source)
-        block = _block(loss, proto, source, target, reduction, weight, pos_weight, ignore_index, axis, delta)
+        if loss == "cross-entropy" and axis is None:
+            axis = class_axis(proto, source, target or target_name(loss))
+        block = _block(loss, reduction or "mean", weight, pos_weight, ignore_index, axis, delta)
         return _with_block(proto, block, source, target or target_name(loss), name)
     if isinstance(loss, onnxblock.Block):
         return _with_block(proto, loss, source, target, name)
-    if callable(loss):
-        return _recorded(_converted(proto), loss, source, target, name, types or {})
-    raise TrainingError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block")
+    assert callable(loss)
+    return _recorded(_converted(proto), loss, source, target, name, types or {})
 
 
 def target_name(loss: str) -> str:
@@ -116,33 +132,47 @@ class _Huber(onnxblock.loss._Elementwise):
         return result
 
 
+# By option: the losses that have it.
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "reduction": LOSSES,
+    "weight": ("cross-entropy", "bce"),
+    "pos_weight": ("bce",),
+    "ignore_index": ("cross-entropy",),
+    "axis": ("cross-entropy",),
+    "delta": ("huber",),
+    "types": ("a function",),
+}
+
+
+def check_options(loss: Loss, given: Mapping[str, Any]) -> None:
+    """Raise TrainingError for an option that the loss does not have."""
+    if isinstance(loss, onnxblock.Block):
+        kind = "a block, which has options of its own"
+    elif isinstance(loss, str):
+        kind = loss if loss in LOSSES else f"{loss!r}, a value of the model"
+    else:
+        kind = "a function"
+    for option in given:
+        if kind not in _OPTIONS[option]:
+            raise TrainingError(f"{option} is for {' and '.join(_OPTIONS[option])}, not for {kind}")
+
+
 def _block(
     loss: str,
-    model: onnx.ModelProto,
-    source: str,
-    target: str | None,
     reduction: str,
     weight: Any,
     pos_weight: Any,
     ignore_index: int | None,
     axis: int | None,
-    delta: float,
+    delta: float | None,
 ) -> onnxblock.Block:
     """Return the block of a loss that has a name."""
-    if weight is not None and loss not in ("cross-entropy", "bce"):
-        raise TrainingError(f"weight is for cross-entropy and bce, not for {loss}")
-    if ignore_index is not None and loss != "cross-entropy":
-        raise TrainingError(f"ignore_index is for cross-entropy, not for {loss}")
-    if pos_weight is not None and loss != "bce":
-        raise TrainingError(f"pos_weight is for bce, not for {loss}")
     if loss == "cross-entropy":
-        if axis is None:
-            axis = class_axis(model, source, target or target_name(loss))
         return onnxblock.loss.CrossEntropyLoss(weight, reduction, ignore_index, axis=axis)
     if loss == "bce":
         return onnxblock.loss.BCEWithLogitsLoss(weight, reduction, pos_weight)
     if loss == "huber":
-        return _Huber(reduction, delta)
+        return _Huber(reduction, 1.0 if delta is None else delta)
     return onnxblock.loss.MSELoss(reduction) if loss == "mse" else onnxblock.loss.L1Loss(reduction)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -10,10 +9,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ortgrad.errors import ModelError, NameNotFoundError, StoppedGradientWarning, TrainingModelError
+from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
 from ortgrad.graph.loading import judging, load_model
 from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.pipelines.stops import warn_about_stops
+from ortgrad.threads import forks_wait
+from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.versions import limit_versions
 
 RESET = "lazy_reset_grad"
@@ -104,13 +106,18 @@ def _settings(model: onnx.ModelProto, names: Collection[str]) -> set[str]:
 
 
 def build_models(
-    model: onnx.ModelProto, parameters: Parameters, requires_grad: Collection[str], loss: str
+    model: onnx.ModelProto,
+    parameters: Parameters,
+    requires_grad: Collection[str],
+    loss: str,
+    untrained: Collection[str] = (),
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """Return the models for training and evaluation.
 
     `model` is a forward model with the loss and what else it returns as outputs, and without its parameters.
+    `untrained` are the outputs of batch normalizations that stay in evaluation mode.
     """
-    from ortgrad.training.forms import in_evaluation, in_training  # onnx-ir is slow to import
+    from ortgrad.training.forms import in_training  # onnx-ir is slow to import
 
     inputs = [*model.graph.input, *parameters.inputs]
     outputs = [value.name for value in model.graph.output]
@@ -130,7 +137,8 @@ def build_models(
     forward.graph.input.extend(value for value in parameters.inputs if value.name not in fixed)
     forward.graph.initializer.extend(parameters.constants)
     try:
-        training = _with_gradients(in_training(load_model(forward)), wrt, loss)
+        with forks_wait():
+            training = _with_gradients(in_training(load_model(forward), untrained), wrt, loss)
     except NameNotFoundError as error:
         raise TrainingModelError(str(error)) from error
     _arrange(training, inputs, outputs, wrt)
@@ -158,8 +166,7 @@ def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx
         raise
     except ModelError as error:
         raise TrainingModelError(f"the training model cannot be built: {error}") from error
-    if stopped is not None:
-        warnings.warn(stopped, StoppedGradientWarning, stacklevel=4)
+    warn_about_stops(stopped)
     return built
 
 

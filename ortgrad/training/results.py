@@ -28,7 +28,8 @@ class Epoch:
 class Result:
     """What came of a training; its text is one line.
 
-    `losses` has the loss of every step, `history` what was measured in every epoch. `model` is the trained
+    `losses` has the loss of every step, `history` what was measured in every epoch; `parameters` and
+    `elements` are the numbers of tensors and of elements that were trained. `model` is the trained
     forward model, which `export` writes to a file.
     """
 
@@ -37,6 +38,9 @@ class Result:
     seconds: float
     stopped_early: bool
     metric_name: str | None
+    # How many parameters were trained, and how many elements they have.
+    parameters: int
+    elements: int
     losses: list[float] = field(repr=False)
     history: list[Epoch] = field(repr=False)
 

@@ -52,5 +52,10 @@ def make_schedule(schedule: str | Schedule, warmup: float) -> Schedule:
     return factor
 
 
+def needs_total(schedule: str | Schedule, warmup: float) -> bool:
+    """Return whether the factor of a step depends on the number of all steps."""
+    return callable(schedule) or schedule != "constant" or 0 < warmup < 1
+
+
 def _steps(warmup: float, total: int) -> int:
     return math.ceil(warmup * total) if warmup < 1 else int(warmup)

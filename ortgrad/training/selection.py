@@ -14,12 +14,14 @@ from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.graph.matching import left_out, matched, nearest, not_in_file
 from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FLOATS
+from ortgrad.keywords import checked, outside
 from ortgrad.training.optimizers.rules import AnyOptimizer
 from ortgrad.training.statistics import warn_of_merged
 
 Patterns = str | Sequence[str] | None
 
 
+@checked
 def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns = None) -> list[str]:
     """Return the names of the parameters, in the order of the file.
 
@@ -46,14 +48,12 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
     ['fc_weight']
     """
     proto = load_model(model)
-    found = selected(proto, patterns, exclude, stacklevel=3)
+    found = selected(proto, patterns, exclude)
     warn_of_merged(proto, found)
     return found
 
 
-def selected(
-    proto: onnx.ModelProto, patterns: Patterns = None, exclude: Patterns = None, *, stacklevel: int = 3
-) -> list[str]:
+def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Patterns = None) -> list[str]:
     """Implement `parameters` without the warning about those that the exporter has changed."""
     found = _default(proto)
     origins = read_origins(proto)
@@ -62,17 +62,15 @@ def selected(
         listed = _listed(patterns)
         named = [name for name in listed if name in others]
         rest = [name for name in listed if name not in others]
-        chosen = {*named, *matching("patterns", rest, found, origins, stacklevel=stacklevel + 1)}
+        chosen = {*named, *matching("patterns", rest, found, origins)}
         found = [name for name in (*found, *named) if name in chosen]
     if exclude is not None:
-        left = matching("exclude", _listed(exclude), found, origins, stacklevel=stacklevel + 1)
+        left = matching("exclude", _listed(exclude), found, origins)
         found = [name for name in found if name not in left]
     return list(dict.fromkeys(found))
 
 
-def matching(
-    argument: str, patterns: Iterable[str], names: Sequence[str], origins: Origins, *, stacklevel: int = 3
-) -> set[str]:
+def matching(argument: str, patterns: Iterable[str], names: Sequence[str], origins: Origins) -> set[str]:
     """Return the names that match one of the patterns; raises NameNotFoundError for a pattern without any."""
     result: set[str] = set()
     for pattern in patterns:
@@ -85,7 +83,7 @@ def matching(
             )
         warning = left_out(pattern, found, names, origins)
         if warning is not None:
-            warnings.warn(f"{argument}: {warning}", ParameterWarning, stacklevel=stacklevel)
+            warnings.warn(f"{argument}: {warning}", ParameterWarning, stacklevel=outside())
         result.update(found)
     return result
 
@@ -123,7 +121,7 @@ def settings_of(
         for name in names
     }
     for pattern, options in groups.items():
-        found = matching("groups", [pattern], names, origins, stacklevel=4)
+        found = matching("groups", [pattern], names, origins)
         unknown = set(options) - {"learning_rate", "weight_decay"}
         if unknown or not all(math.isfinite(value) and value >= 0 for value in options.values()):
             raise TrainingError(

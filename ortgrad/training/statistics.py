@@ -10,20 +10,79 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from ortgrad.errors import ParameterWarning
+from ortgrad.errors import ParameterWarning, TrainingError
 from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.matching import cure, describe_changes
-from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.protos import all_nodes, copy_of, dependencies, subgraphs
+from ortgrad.keywords import outside
 
 # The inputs of BatchNormalization that are statistics.
 _PLACES = {3: "running_mean", 4: "running_var"}
 
 
-def running_statistics(model: onnx.ModelProto) -> list[str]:
-    """Return the initializers that are running statistics of batch normalizations."""
+# Which batch normalizations are in training mode, and update their statistics.
+STATISTICS = ("trained", "all", "none")
+
+
+def running_statistics(model: onnx.ModelProto, untrained: Collection[str] = ()) -> list[str]:
+    """Return the initializers that are running statistics of batch normalizations.
+
+    Those of the nodes with an output in `untrained` do not count.
+    """
     known = {tensor.name for tensor in model.graph.initializer}
-    found = [name for node in _normalizations(model) for name in node.input[3:5] if name in known]
-    return list(dict.fromkeys(found))
+    nodes = [node for node in _normalizations(model) if node.output[0] not in untrained]
+    return list(dict.fromkeys(name for node in nodes for name in node.input[3:5] if name in known))
+
+
+def untrained_normalizations(
+    model: onnx.ModelProto, trained: Collection[str], parameters: Collection[str], statistics: str
+) -> set[str]:
+    """Return the outputs of the batch normalizations that stay as they are, in evaluation mode.
+
+    With `statistics="trained"`, these are the ones that have parameters of which none is trained. One without
+    parameters stays as it is if no layer before it is trained, unless all `parameters` of the model are.
+    """
+    if statistics not in STATISTICS:
+        raise TrainingError(f"statistics is {statistics!r}; it must be one of {', '.join(STATISTICS)}")
+    nodes = [
+        node
+        for node in all_nodes(model.graph.node)
+        if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
+    ]
+    if statistics == "all":
+        return set()
+    if statistics == "none":
+        return {node.output[0] for node in nodes}
+    from_trained, from_any = (_dependent(model, names) for names in (set(trained), set(parameters)))
+    everything = set(parameters) <= set(trained)
+    untrained = set()
+    for node in nodes:
+        own = [name for name in node.input[1:3] if name in from_any or name in from_trained]
+        if own:
+            is_trained = any(name in from_trained for name in own)
+        else:
+            is_trained = everything or node.input[0] in from_trained
+        if not is_trained:
+            untrained.add(node.output[0])
+    return untrained
+
+
+def _dependent(model: onnx.ModelProto, names: set[str]) -> set[str]:
+    """Return these values, and those that depend on them."""
+    found = set(names)
+
+    def visit(graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            inner = list(subgraphs(node))
+            before = len(found)
+            for each in inner:
+                visit(each)
+            # What a subgraph reads counts for all of its node's results.
+            if len(found) > before or any(name in found for name in dependencies(node)):
+                found.update(node.output)
+
+    visit(model.graph)
+    return found
 
 
 def separate_statistics(
@@ -77,7 +136,7 @@ def _merged(model: onnx.ModelProto) -> set[str]:
     return {name for name, found in layers.items() if uses[name] > 0 or len(found) > 1}
 
 
-def warn_of_merged(model: onnx.ModelProto, trained: Collection[str], stacklevel: int = 3) -> None:
+def warn_of_merged(model: onnx.ModelProto, trained: Collection[str]) -> None:
     """Warn if trained parameters are not those of the module from which the model was exported.
 
     Where the exporter does not tell what it has merged, vectors that are read by several nodes and whose
@@ -90,11 +149,11 @@ def warn_of_merged(model: onnx.ModelProto, trained: Collection[str], stacklevel:
     merged = [] if origins.exporter else _equal_vectors(model, trained)
     if merged:
         text = (
-            f"{', '.join(merged)}, whose elements are all equal: the exporter has probably merged separate parameters, which are now trained as one. With PyTorch, "
-            f"{cure(origins)}"
+            f"{', '.join(merged)}, whose elements are all equal: the exporter has probably merged separate "
+            f"parameters, which are now trained as one. With PyTorch, {cure(origins)}"
         )
     if text:
-        warnings.warn(text, ParameterWarning, stacklevel=stacklevel)
+        warnings.warn(text, ParameterWarning, stacklevel=outside())
 
 
 def _equal_vectors(model: onnx.ModelProto, trained: Collection[str]) -> list[str]:

@@ -1,12 +1,11 @@
-"""Trainer and fit: train a forward model on arrays."""
+"""Trainer: trains a forward model on arrays."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,24 @@ import onnx
 
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.keywords import checked
 from ortgrad.progress import Progress
 from ortgrad.threads import call_elsewhere
 from ortgrad.training import checkpoint as checkpoints
-from ortgrad.training.data import Batch, Source, samples, source_of
+from ortgrad.training.data import Batch, limited, samples, source_of
 from ortgrad.training.engine import Engine, with_weights_outside
+from ortgrad.training.epochs import Run
 from ortgrad.training.exporting import export
-from ortgrad.training.losses import LOSSES, Loss, add_loss, class_axis, output_of, target_name
+from ortgrad.training.losses import (
+    LOSSES,
+    Declaration,
+    Loss,
+    add_loss,
+    check_options,
+    class_axis,
+    output_of,
+    target_name,
+)
 from ortgrad.training.metrics import Measurement, Metric, check_metric
 from ortgrad.training.onnxblock.graph import exists
 from ortgrad.training.optimizers import kernels
@@ -31,10 +41,10 @@ from ortgrad.training.optimizers.passes import thread_count, warm_up
 from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimizer, Step
 from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
 from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
-from ortgrad.training.schedules import Schedule, make_schedule
+from ortgrad.training.schedules import Schedule, make_schedule, needs_total
 from ortgrad.training.selection import Patterns, selected, settings_of
 from ortgrad.training.state import TrainingState
-from ortgrad.training.statistics import separate_statistics, warn_of_merged
+from ortgrad.training.statistics import separate_statistics, untrained_normalizations, warn_of_merged
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,8 @@ class Trainer:
     """Trains a forward model: loss, optimizer and state in one object.
 
     `loss` is a loss as `add_loss` takes it, with its `output`, `target` and further options, or the name of a
-    scalar that the model computes. `optimizer` is "adamw", "sgd", "rmsprop" or "adagrad", or an object such
-    as `SGD(momentum=0.9)`. `learning_rate` replaces that of the optimizer.
+    scalar that the model computes. `optimizer` is "adamw", "adam", "sgd", "rmsprop" or "adagrad", or an
+    object such as `SGD(momentum=0.9)`. `learning_rate` replaces that of the optimizer.
 
     `wrt` and `exclude` choose what is trained, see `parameters`. `groups` has other settings by pattern:
     `{"*.bias": {"weight_decay": 0}, "head.*": {"learning_rate": 0.1}}`. Later ones override earlier ones.
@@ -62,7 +72,10 @@ class Trainer:
     number of steps that returns a factor. The mean of the gradients of `accumulate` batches makes one step.
     Gradients are clipped to values of at most `clip_value`, then to a norm of at most `clip_norm`.
 
-    Running statistics of batch normalizations are updated, and Dropout is on. `seed` determines the order of
+    Dropout is on. With `statistics="trained"`, batch normalizations use and update the statistics of batches,
+    but those none of whose parameters is trained stay as they are, and compute what they do in inference:
+    "all" trains the statistics of all of them, "none" of none. (One without parameters of its own is trained
+    if a layer before it is, or if all parameters of the model are.) `seed` determines the order of
     samples and the random numbers in the model. `threads` is that of sessions and optimizer (0: all).
 
     >>> import numpy as np, onnx
@@ -76,6 +89,7 @@ class Trainer:
     [[3.0], [1.0]]
     """
 
+    @checked
     def __init__(
         self,
         model: ModelLike,
@@ -93,19 +107,28 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
         threads: int = 0,
+        statistics: str = "trained",
         output: str | None = None,
         target: str | None = None,
-        **loss_options: Any,
+        reduction: str | None = None,
+        weight: Any = None,
+        pos_weight: Any = None,
+        ignore_index: int | None = None,
+        axis: int | None = None,
+        delta: float | None = None,
+        types: Mapping[str, Declaration] | None = None,
     ) -> None:
         self.optimizer = _optimizer(optimizer, learning_rate)
         self._schedule = make_schedule(schedule, warmup)
+        self._needs_total = needs_total(schedule, warmup)
+        self._described = f"schedule={schedule!r}" if schedule != "constant" else f"warmup={warmup}"
         for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
             if value is not None and not value > 0:
                 raise TrainingError(f"{name} is {value}; it must be positive")
         if accumulate < 1 or seed < 0:
             raise TrainingError(f"accumulate is {accumulate} and seed {seed}; they are at least 1 and 0")
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._accumulate, self._seed = accumulate, seed
+        self.accumulate, self._seed = accumulate, seed
         self._threads = thread_count(threads)
         proto = load_model(model)
         names = selected(proto, wrt, exclude)
@@ -119,12 +142,22 @@ class Trainer:
         warn_of_merged(proto, names)
         # Functions are inlined, so that the weights in them can be set.
         self._source: ModelLike = base if proto.functions or added else model
-        with_loss, name, self._output = _with_loss(base, loss, output, target, loss_options)
-        self._ignored, self._axis = loss_options.get("ignore_index"), loss_options.get("axis")
+        given = {"reduction": reduction, "weight": weight, "pos_weight": pos_weight, "delta": delta}
+        given |= {"ignore_index": ignore_index, "axis": axis, "types": types}
+        options = {key: value for key, value in given.items() if value is not None}
+        with_loss, name, self._output = _with_loss(base, loss, output, target, options)
+        self._ignored, self._axis = ignore_index, axis
         if loss == "cross-entropy" and self._axis is None:
             self._axis = class_axis(base, self._output, target or target_name(loss))
+        known = names if wrt is None and exclude is None else selected(proto)
         self._engine = Engine(
-            with_loss, order, name, [self._output], accumulates=accumulate > 1, threads=threads
+            with_loss,
+            order,
+            name,
+            [self._output],
+            accumulates=accumulate > 1,
+            threads=threads,
+            untrained=untrained_normalizations(base, names, known, statistics),
         )
         self._target = target or _target(loss, self._engine.inputs.names)
         self._blocks = _blocks(self.state, settings)
@@ -155,29 +188,40 @@ class Trainer:
         return self._group.step
 
     @property
+    def described(self) -> str:
+        """How many parameters are trained, and how many elements they have, as a text."""
+        arrays = self.state.trainable.arrays
+        count, elements = len(arrays), sum(array.size for array in arrays.values())
+        return f"{count} parameter{'s' if count != 1 else ''} with {elements:,} elements"
+
+    @property
     def input_names(self) -> list[str]:
         """What a batch consists of: the inputs of the model, and the target."""
         return list(self._engine.inputs.names)
 
     # Steps
 
+    @checked
     def step(self, *batches: Any, total: int | None = None) -> float:
         """Make a step on a batch, or on several whose gradients are averaged; returns the mean loss.
 
         A batch is a dict of arrays by name, or a tuple of arrays in the order of `input_names`. `total` is
         the number of steps for the schedule.
         """
-        if not batches or (len(batches) > 1 and self._accumulate == 1):
+        if total is None and self._needs_total:
+            raise TrainingError(f"{self._described} needs the number of all steps: step(batch, total=...)")
+        if not batches or (len(batches) > 1 and self.accumulate == 1):
             raise TrainingError("a step takes one batch, or up to `accumulate` of them")
         losses = []
         for i, batch in enumerate(batches):
             arrays = self._engine.inputs.ordered(batch, "the batch")
             losses.append(self._gradients(arrays, i > 0, "the batch"))
-        self._update(len(losses), self._factor(total if total is not None else 1 << 62))
+        self._update(len(losses), self._factor(total))
         return float(np.mean(losses))
 
-    def _factor(self, total: int) -> float:
-        return self._schedule(self.steps - self._place.start, total)
+    def _factor(self, total: int | None) -> float:
+        # A schedule that depends on the number of steps is refused where that is not known.
+        return self._schedule(self.steps - self._place.start, total or 0)
 
     def _gradients(self, batch: Batch, add: bool, where: str) -> float:
         try:
@@ -219,12 +263,14 @@ class Trainer:
 
     # Training
 
+    @checked
     def fit(
         self,
         data: Any,
         *,
         epochs: int = 1,
         batch_size: int = 32,
+        steps_per_epoch: int | None = None,
         shuffle: bool = True,
         evaluate: Any = None,
         metric: Metric | None = None,
@@ -232,13 +278,18 @@ class Trainer:
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         resume: bool = False,
-        progress: bool | None = False,
+        progress: bool | None = None,
         curve: str | os.PathLike[str] | None = None,
     ) -> Result:
         """Train for a number of epochs and return what came of it.
 
         `data` is a tuple of arrays in the order of `input_names`, a dict of arrays by name, or an iterable of
         batches, each such a tuple or dict. The last batch of arrays may be smaller.
+
+        `steps_per_epoch` ends every epoch after so many steps. Data that knows its length must have enough
+        batches for them. Data without a length, which may be endless, goes on in the next epoch where it has
+        stopped, and begins anew when it has ended. Schedules that depend on the number of steps need one of
+        the two.
 
         After each epoch, the loss and the `metric` of held-out data `evaluate` are computed: "accuracy",
         "mse", or a function of outputs and targets. The training stops if neither improves for `patience`
@@ -248,8 +299,8 @@ class Trainer:
         `resume`, the training continues there if the file exists, and gives the same parameters, to the bit,
         as one that was never interrupted and wrote its checkpoints after the same steps.
 
-        `progress` shows a bar on stderr: always, never, or with None if it is a terminal. `curve` is a PNG
-        file for the losses, which needs matplotlib.
+        `progress` shows on stderr how much is trained, and a bar: always, never, or with None if it is a
+        terminal. `curve` is a PNG file for the losses, which needs matplotlib.
         """
         if epochs < 0 or (checkpoint_every is not None and checkpoint_every < 1):
             raise TrainingError(f"epochs is {epochs} and checkpoint_every {checkpoint_every}")
@@ -262,15 +313,23 @@ class Trainer:
             import_figure()
         inputs = self._engine.inputs
         source = source_of(data, inputs, batch_size, self._seed if shuffle else None)
+        if steps_per_epoch is not None:
+            source = limited(source, self._batches(steps_per_epoch, source.count), data, inputs)
+        elif source.count is None and self._needs_total:
+            raise TrainingError(
+                f"{self._described} needs the number of all steps, and the data has no length: say how many "
+                "steps there are in an epoch, steps_per_epoch="
+            )
         if evaluate is not None:
             source_of(evaluate, inputs, batch_size, None, "the held-out data")
         if resume and checkpoint is not None and Path(checkpoint).exists():
             self.load(checkpoint)
         else:
             self._place = Place(start=self.steps)
-        run = _Run(self, source, epochs, checkpoint, checkpoint_every)
+        run = Run(self, source, epochs, checkpoint, checkpoint_every)
         stopped = False
         with Progress(progress) as bar:
+            bar.say(f"training {self.described}")
             while self._place.epoch < epochs and not stopped:
                 run.epoch(bar)
                 record = Epoch(self._place.loss / max(1, self._place.samples))
@@ -282,7 +341,20 @@ class Trainer:
             draw_curve(result, curve)
         return result
 
-    def _finish_epoch(self, record: Epoch, metric: Metric | None, patience: int | None, run: _Run) -> bool:
+    def _batches(self, steps: int, count: int | None) -> int:
+        """Return the number of batches of this many steps, of `count` if that is known."""
+        if steps < 1:
+            raise TrainingError(f"steps_per_epoch is {steps}; it must be at least 1")
+        if count is None:
+            return steps * self.accumulate
+        if steps > math.ceil(count / self.accumulate):
+            raise TrainingError(
+                f"steps_per_epoch is {steps}, but the data has {count} batches, which are "
+                f"{math.ceil(count / self.accumulate)} steps"
+            )
+        return min(steps * self.accumulate, count)
+
+    def _finish_epoch(self, record: Epoch, metric: Metric | None, patience: int | None, run: Run) -> bool:
         """Note what was measured, write the checkpoint, and return whether to stop."""
         place = self._place
         best, waited = place.best, place.waited
@@ -306,11 +378,20 @@ class Trainer:
         return patience is not None and waited >= patience
 
     def _result(self, stopped: bool, metric: str | None) -> Result:
-        place = self._place
+        place, arrays = self._place, self.state.trainable.arrays
         return Result(
-            self, self.steps, place.seconds, stopped, metric, list(place.losses), list(place.history)
+            trainer=self,
+            steps=self.steps,
+            seconds=place.seconds,
+            stopped_early=stopped,
+            metric_name=metric,
+            parameters=len(arrays),
+            elements=sum(array.size for array in arrays.values()),
+            losses=list(place.losses),
+            history=list(place.history),
         )
 
+    @checked
     def evaluate(
         self, data: Any, metric: Metric | None = None, *, batch_size: int = 32
     ) -> tuple[float, float | None]:
@@ -362,115 +443,6 @@ class Trainer:
         self._engine.seed(self._seed, self.steps)
 
 
-class _Run:
-    """One call of `fit`: the batches, and when checkpoints are written."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        source: Source,
-        epochs: int,
-        path: str | os.PathLike[str] | None,
-        every: int | None,
-    ) -> None:
-        self._trainer, self._source, self._path, self._every = trainer, source, path, every
-        per_epoch = None if source.count is None else math.ceil(source.count / trainer._accumulate)
-        # Without a known number of steps there is no end to which a schedule could go.
-        self._total = None if per_epoch is None else per_epoch * epochs
-        self._started, self._first, self._saved = time.monotonic(), trainer.steps, trainer.steps
-        self._before, self._samples = trainer._place.seconds, 0
-
-    def save(self) -> None:
-        """Write a checkpoint if one is wanted."""
-        if self._path is not None:
-            self._trainer.save(self._path)
-            self._saved = self._trainer.steps
-
-    def epoch(self, bar: Progress) -> None:
-        """Train until the end of the epoch."""
-        trainer = self._trainer
-        first = trainer._place.batch
-        losses: list[float] = []
-        sizes: list[int] = []
-        for number, (batch, is_last) in enumerate(
-            _with_last(self._source.begin(trainer._place.epoch, first)), first
-        ):
-            where = f"epoch {trainer._place.epoch + 1}, batch {number + 1}"
-            losses.append(trainer._gradients(batch, bool(losses), where))
-            sizes.append(samples(batch))
-            if len(losses) == trainer._accumulate or is_last:
-                self._step(number + 1, losses, sizes)
-                losses, sizes = [], []
-                self._show(bar)
-                # At the end of an epoch there is a checkpoint anyway.
-                if self._every and not is_last and trainer.steps - self._saved >= self._every:
-                    self.save()
-
-    def _step(self, done: int, losses: list[float], sizes: list[int]) -> None:
-        trainer, place = self._trainer, self._trainer._place
-        total = self._total if self._total is not None else 1 << 62
-
-        def note() -> None:
-            self._samples += sum(sizes)
-            place.batch = done
-            place.loss += sum(loss * size for loss, size in zip(losses, sizes, strict=True))
-            place.samples += sum(sizes)
-            place.seconds = self._before + time.monotonic() - self._started
-            place.losses.append(float(np.mean(losses)))
-
-        trainer._update(len(losses), trainer._factor(total), note)
-
-    def _show(self, bar: Progress) -> None:
-        trainer = self._trainer
-        speed = self._samples / max(1e-9, time.monotonic() - self._started)
-        place = trainer._place
-        text = f"epoch {place.epoch + 1}, loss {place.losses[-1]:.4g}, {speed:.0f} samples/s"
-        done = trainer.steps - self._first
-        bar(done, done + 1 if self._total is None else self._total - self._first + place.start, text)
-
-
-def fit(model: ModelLike, data: Any, *, loss: Loss, **options: Any) -> Result:
-    """Train a forward model on data and return what came of it; see `Trainer` and `Trainer.fit`.
-
-    >>> import numpy as np, onnx
-    >>> from ortgrad.training import fit
-    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {1, 2}> { y = MatMul(x, w) }''')
-    >>> x, target = np.float32([[1, 0], [0, 1], [1, 1]]), np.float32([[3], [1], [4]])
-    >>> result = fit(model, (x, target), loss="mse", learning_rate=0.1, epochs=100, batch_size=3)
-    >>> len(result.history), result.steps, result.loss < 0.1
-    (100, 100, True)
-    """
-    chosen = {name: options.pop(name) for name in _FIT if name in options}
-    return Trainer(model, loss=loss, **options).fit(data, **chosen)
-
-
-_FIT = (
-    "epochs",
-    "batch_size",
-    "shuffle",
-    "evaluate",
-    "metric",
-    "patience",
-    "checkpoint",
-    "checkpoint_every",
-    "resume",
-    "progress",
-    "curve",
-)
-
-
-def _with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Yield each batch, and whether it is the last."""
-    previous: Batch | None = None
-    for batch in batches:
-        if previous is not None:
-            yield previous, False
-        previous = batch
-    if previous is not None:
-        yield previous, True
-
-
 def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> AnyOptimizer:
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
@@ -497,6 +469,7 @@ def _with_loss(
 ) -> tuple[onnx.ModelProto, str, str]:
     """Return the model with its loss, the name of the loss, and the output that is evaluated."""
     if isinstance(loss, str) and loss not in LOSSES and exists(model, loss):
+        check_options(loss, options)
         outputs = [value.name for value in model.graph.output if value.name != loss]
         return model, loss, output or (outputs[0] if outputs else loss)
     name = "loss"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from ortgrad.compiled.functions import TILE, TILE_ROWS
 from ortgrad.ops._windows import Windows
 from ortgrad.ops.conv._few_positions import TOGETHER
+from ortgrad.threads import lazy
 
 # Columns of a tile, at most.
 _COLUMNS = 64
@@ -29,27 +29,27 @@ class FewPositions:
     filters: int
     channels: int
 
-    @cached_property
+    @lazy
     def in_place(self) -> bool:
         """Whether windows see no padding, so that X and dX need no boxes around their channels."""
         win = self.win
         return not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
 
-    @cached_property
+    @lazy
     def box(self) -> tuple[int, ...]:
         """The sizes of what windows see of a channel of X."""
         return self.win.sizes if self.in_place else self.win.reach
 
-    @cached_property
+    @lazy
     def taps(self) -> int:
         return math.prod(self.win.kernel)
 
-    @cached_property
+    @lazy
     def rows(self) -> int:
         """The number of positions of all samples."""
         return self.samples * math.prod(self.win.outputs)
 
-    @cached_property
+    @lazy
     def biases_of_task(self) -> int:
         """For how many filters a task computes dB: few, or many that are soon done."""
         return max(1, min(_MOST_BIASES, _SUMMANDS // self.rows))

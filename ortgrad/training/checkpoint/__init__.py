@@ -51,7 +51,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             raise CheckpointError("it is not a regular file")
         if place.suffix == ".safetensors":
             return call_elsewhere(lambda: safetensors.read(place))
-        return call_elsewhere(lambda: ortcheckpoint.read(place, _contents(place)))
+        _require_checkpoint(place)
+        return call_elsewhere(lambda: ortcheckpoint.read(place))
 
 
 def save(checkpoint: Checkpoint, path: str | os.PathLike[str], *, sort: bool = False) -> None:
@@ -99,13 +100,12 @@ def save_tensors(
         call_elsewhere(write)
 
 
-def _contents(path: Path) -> np.ndarray:
-    """Return the bytes of a file that begins like a checkpoint."""
+def _require_checkpoint(path: Path) -> None:
+    """Raise CheckpointError for a file that does not begin like a checkpoint."""
     with open(path, "rb") as file:
         beginning = file.read(16)
     if beginning[4:8] != ortcheckpoint.IDENTIFIER:
         raise CheckpointError(f"it is {_kind(beginning)}, not a checkpoint of onnxruntime-training")
-    return np.fromfile(path, np.uint8)
 
 
 def _kind(beginning: bytes) -> str:

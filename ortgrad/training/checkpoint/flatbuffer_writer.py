@@ -8,11 +8,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from ortgrad.errors import CheckpointError
+from ortgrad.training.checkpoint.checksum import Hashed
 from ortgrad.training.checkpoint.state import as_bytes
 
 # Offsets are signed in places, and readers refuse larger files.
@@ -51,7 +52,7 @@ class Integers(tuple[int, ...]):
 Item: TypeAlias = "Table | Tables | Integers | Blob | str"
 
 
-def write(file: BinaryIO, root: Table, identifier: bytes) -> None:
+def write(file: Hashed, root: Table, identifier: bytes) -> None:
     """Write a flatbuffer with this root table."""
     layout = _Layout(root, identifier)
     file.write(layout.structure)

@@ -4,6 +4,10 @@ Large checkpoints keep the tensors in a second file, `<checkpoint>.data`. Two fi
 step. The new data is therefore first written under a name with a token of its own, which the flatbuffer
 holds as well. Once the flatbuffer is in place, the data is renamed to its usual name. A process that is
 killed in between leaves a checkpoint that `read` still understands.
+
+Both steps are taken under a lock, so that processes that write the same checkpoint do not mix their files.
+Where there are no locks, the checksum of the data, which the flatbuffer holds, does not fit files of two
+writers.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import numpy as np
 
 from ortgrad.errors import CheckpointError
 from ortgrad.training.checkpoint import flatbuffer_reader, flatbuffer_writer
+from ortgrad.training.checkpoint.checksum import Hashed, digest_of, has_trailer
 from ortgrad.training.checkpoint.flatbuffer_reader import damaged
 from ortgrad.training.checkpoint.flatbuffer_writer import Blob, Integers, Scalar, Table, Tables
 from ortgrad.training.checkpoint.state import (
@@ -31,7 +36,7 @@ from ortgrad.training.checkpoint.state import (
     element_type,
     size_in_bytes,
 )
-from ortgrad.training.files import Partial, remove_abandoned, sync_folder
+from ortgrad.training.files import Partial, locked, remove_abandoned, sync_folder
 
 IDENTIFIER = b"ODTC"
 VERSION = 2
@@ -39,9 +44,12 @@ VERSION = 2
 EXTERNAL_FROM = 1800 << 20
 SMALLEST_EXTERNAL = 64
 
-# Field numbers of the tables.
-_VERSION, _MODULE, _GROUPS, _PROPERTIES = range(4)
-_TRAINABLE, _FROZEN, _NOMINAL, _EXTERNAL, _TOKEN = range(5)  # the token is ortgrad's own; others ignore it
+# How often a checkpoint is read again that another process has replaced in the meantime.
+_ATTEMPTS = 20
+
+# Field numbers of the tables. _TRAILER, _TOKEN and _DIGEST are ortgrad's own; other readers ignore them.
+_VERSION, _MODULE, _GROUPS, _PROPERTIES, _TRAILER = range(5)
+_TRAINABLE, _FROZEN, _NOMINAL, _EXTERNAL, _TOKEN, _DIGEST = range(6)
 _NAME, _TEXT, _DIMS, _TYPE, _RAW, _STRINGS, _OFFSET = range(7)
 _GROUP_NAME, _STEP, _LEARNING_RATE, _STATES = range(4)
 _PARAMETER, _MOMENTUMS = range(2)
@@ -57,8 +65,20 @@ def data_path(path: Path, token: str | None = None) -> Path:
 # Reading
 
 
-def read(path: Path, contents: np.ndarray) -> Checkpoint:
-    """Return the checkpoint in a file with these contents."""
+def read(path: Path) -> Checkpoint:
+    """Return the checkpoint in a file, which begins like one."""
+    for _ in range(_ATTEMPTS - 1):
+        contents = np.fromfile(path, np.uint8)
+        try:
+            return _read(path, contents)
+        except _OtherDataError:
+            if np.array_equal(np.fromfile(path, np.uint8), contents):
+                raise
+    return _read(path, np.fromfile(path, np.uint8))
+
+
+def _read(path: Path, contents: np.ndarray) -> Checkpoint:
+    trailer = has_trailer(contents)
     root = flatbuffer_reader.Buffer(contents).root()
     version = root.integer(_VERSION, "int32")
     if version != VERSION:
@@ -66,10 +86,17 @@ def read(path: Path, contents: np.ndarray) -> Checkpoint:
             f"it is a checkpoint of version {version}; only version {VERSION}, of onnxruntime-training "
             "1.16 to 1.19, can be read"
         )
+    if root.integer(_TRAILER, "int32") and not trailer:
+        raise damaged("its checksum is missing")
     checkpoint = Checkpoint()
     module = root.table(_MODULE)
     if module is not None and module.integer(_EXTERNAL, "bool"):
         with _open_data(path, module.text(_TOKEN)) as file:
+            digest = module.text(_DIGEST)
+            if digest is not None and digest_of(file) != digest:
+                raise _OtherDataError(
+                    f"its external data, {data_path(path).name}, is damaged or belongs to another checkpoint"
+                )
             _read_tensors(root, checkpoint, _External(file))
     else:
         _read_tensors(root, checkpoint, None)
@@ -77,6 +104,10 @@ def read(path: Path, contents: np.ndarray) -> Checkpoint:
     if properties is not None:
         _read_properties(properties, checkpoint.properties)
     return checkpoint
+
+
+class _OtherDataError(CheckpointError):
+    """The external data is not that of the flatbuffer: perhaps a process is replacing both."""
 
 
 def _open_data(path: Path, token: str | None) -> BinaryIO:
@@ -89,7 +120,7 @@ def _open_data(path: Path, token: str | None) -> BinaryIO:
     try:
         return open(data_path(path), "rb")
     except FileNotFoundError as error:
-        raise CheckpointError(f"its external data, {data_path(path).name}, is not beside it") from error
+        raise _OtherDataError(f"its external data, {data_path(path).name}, is not beside it") from error
 
 
 class _External:
@@ -196,30 +227,39 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     total = sum(array.nbytes for _, array in checkpoint.arrays())
     with Partial(path) as partial:
         if total < EXTERNAL_FROM or checkpoint.nominal:
-            flatbuffer_writer.write(partial.file, _root(checkpoint, {}), IDENTIFIER)
-            partial.finish()
+            _write_flatbuffer(partial, _root(checkpoint, {}))
             partial.commit()
             return
         token = secrets.token_hex(8)
+        named = data_path(partial.target, token)
         with Partial(data_path(partial.target)) as data:
-            offsets = _write_data(data.file, checkpoint)
+            file = Hashed(data.file)
+            offsets = _write_data(file, checkpoint)
             data.finish()
-            flatbuffer_writer.write(partial.file, _root(checkpoint, offsets, token), IDENTIFIER)
-            partial.finish()
-            named = data_path(partial.target, token)
+            _write_flatbuffer(partial, _root(checkpoint, offsets, token, file.hexdigest()))
             data.commit(named)
         try:
-            partial.commit()
+            with locked(named.parent):
+                partial.commit()
+                os.replace(named, data_path(partial.target))
         except BaseException:
-            named.unlink(missing_ok=True)
+            # Without its flatbuffer the data is of no use.
+            if partial.path.exists():
+                named.unlink(missing_ok=True)
             raise
-        os.replace(named, data_path(partial.target))
         sync_folder(named.parent)
         # Data of processes that were killed before their flatbuffer was in place.
         remove_abandoned(named.parent, re.compile(re.escape(f"{path.name}.data.") + r"[0-9a-f]{16}"))
 
 
-def _write_data(file: BinaryIO, checkpoint: Checkpoint) -> dict[int, int]:
+def _write_flatbuffer(partial: Partial, root: Table) -> None:
+    file = Hashed(partial.file)
+    flatbuffer_writer.write(file, root, IDENTIFIER)
+    file.write_trailer()
+    partial.finish()
+
+
+def _write_data(file: Hashed, checkpoint: Checkpoint) -> dict[int, int]:
     """Write the large tensors, and return their offsets by the identity of the array."""
     offsets: dict[int, int] = {}
     end = 0
@@ -234,7 +274,9 @@ def _write_data(file: BinaryIO, checkpoint: Checkpoint) -> dict[int, int]:
     return offsets
 
 
-def _root(checkpoint: Checkpoint, offsets: Mapping[int, int], token: str | None = None) -> Table:
+def _root(
+    checkpoint: Checkpoint, offsets: Mapping[int, int], token: str | None = None, digest: str = ""
+) -> Table:
     def tensors(arrays: Mapping[str, np.ndarray], nominal: bool = False) -> Tables:
         return Tables(_tensor_table(name, array, offsets, nominal) for name, array in arrays.items())
 
@@ -247,8 +289,9 @@ def _root(checkpoint: Checkpoint, offsets: Mapping[int, int], token: str | None 
         }
     )
     if token is not None:
-        module[_TOKEN] = token
+        module[_TOKEN], module[_DIGEST] = token, digest
     root = Table({_VERSION: Scalar("i", VERSION), _MODULE: module, _GROUPS: Tables()})
+    root[_TRAILER] = Scalar("i", 1)
     for name, group in checkpoint.optimizer.items():
         states = Tables(
             Table({_PARAMETER: parameter, _MOMENTUMS: tensors(momentums)})

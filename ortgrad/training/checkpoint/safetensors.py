@@ -9,12 +9,16 @@ as tensors named `optimizer.<group>.<parameter>.<momentum>`. The metadata, strin
     ortgrad.optimizer   a JSON object: by group `step`, `initial_learning_rate` and `momentums`; these are, by
                         parameter, the names of the tensors by the name of the momentum
     ortgrad.nominal     "true" if the tensors have no values
+    ortgrad.checksum    "sha256"
+    ortgrad.sha256      the SHA-256 of the whole file, computed with 64 zeros in this place
 
-A file without them is a set of trainable parameters.
+A file without them is a set of trainable parameters. The last two are written and checked together: damage to
+the name of one is noticed by the other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -26,6 +30,7 @@ import ml_dtypes
 import numpy as np
 
 from ortgrad.errors import CheckpointError
+from ortgrad.training.checkpoint.checksum import Hashed
 from ortgrad.training.checkpoint.ortcheckpoint import IDENTIFIER
 from ortgrad.training.checkpoint.state import Checkpoint, OptimizerGroup, as_bytes, size_in_bytes
 from ortgrad.training.files import replacing
@@ -50,6 +55,8 @@ _VERSION = "1"
 # As in other readers.
 _LONGEST_HEADER = 100_000_000
 _LENGTH = struct.Struct("<Q")
+_CHECKSUM, _DIGEST = "ortgrad.checksum", "ortgrad.sha256"
+_ZEROS = "0" * 64
 
 
 def read(path: Path) -> Checkpoint:
@@ -61,10 +68,15 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return the arrays in a file by name, and its metadata."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        header, start = _read_header(file, size)
+        header, text = _read_header(file, size)
+        start = len(text)
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise _damaged("its metadata are not strings")
+        method, digest = metadata.pop(_CHECKSUM, None), metadata.pop(_DIGEST, None)
+        if digest is not None:
+            text = text.replace(_digest_entry(digest), _digest_entry(_ZEROS), 1)
+        checksum = hashlib.sha256(text)
         places = sorted(
             (_place(name, entry) for name, entry in header.items()), key=lambda place: (place[1], place[2])
         )
@@ -75,16 +87,23 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             array = np.empty(shape, dtype.newbyteorder("<"))
             if file.readinto(as_bytes(array)) != array.nbytes:
                 raise _damaged("its end is missing")
+            if digest is not None:
+                checksum.update(as_bytes(array))
             arrays[name] = array.astype(dtype, copy=False)
             end = stop
         if end != size - start:
             raise _damaged(f"{size - start - end} bytes belong to no tensor")
+    if (method, digest) not in ((None, None), ("sha256", checksum.hexdigest())):
+        raise _damaged(
+            "its contents do not have the checksum that was written with them. If another program has "
+            f"changed them on purpose, it must remove {_CHECKSUM!r} and {_DIGEST!r} from the metadata"
+        )
     # In the order of the header, which is that of the writer.
     return {name: arrays[name] for name in header}, metadata
 
 
-def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header, and the place where the tensors begin."""
+def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], bytes]:
+    """Return the header, and all bytes before the tensors."""
     first = file.read(_LENGTH.size)
     if len(first) < _LENGTH.size:
         raise _damaged(f"it has {len(first)} bytes")
@@ -95,13 +114,14 @@ def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     (length,) = _LENGTH.unpack(first)
     if length > min(size - _LENGTH.size, _LONGEST_HEADER):
         raise _damaged(f"its header has {length} bytes, the file {size}")
+    text = file.read(length)
     try:
-        header = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
+        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise _damaged(f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise _damaged("its header is not a JSON object")
-    return header, _LENGTH.size + length
+    return header, first + text
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -192,8 +212,8 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def write_tensors(file: BinaryIO, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write arrays and metadata as safetensors."""
-    header: dict[str, Any] = {_METADATA: metadata}
+    """Write arrays and metadata as safetensors, with a checksum, to a file that is empty."""
+    header: dict[str, Any] = {_METADATA: {**metadata, _CHECKSUM: "sha256", _DIGEST: _ZEROS}}
     end = 0
     for name, array in arrays.items():
         dtype = array.dtype.newbyteorder("=")
@@ -204,9 +224,18 @@ def write_tensors(file: BinaryIO, arrays: dict[str, np.ndarray], metadata: dict[
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST_HEADER:
         raise CheckpointError(f"there are too many tensors for safetensors: {len(arrays)}")
-    file.write(_LENGTH.pack(len(text)) + text)
+    text = _LENGTH.pack(len(text)) + text
+    hashed = Hashed(file)
+    hashed.write(text)
     for array in arrays.values():
-        file.write(as_bytes(array))
+        hashed.write(as_bytes(array))
+    # Only now is the checksum known.
+    file.seek(text.index(_digest_entry(_ZEROS)))
+    file.write(_digest_entry(hashed.hexdigest()))
+
+
+def _digest_entry(digest: str) -> bytes:
+    return f'"{_DIGEST}": "{digest}"'.encode()
 
 
 def _unused(name: str, names: Iterable[str]) -> str:

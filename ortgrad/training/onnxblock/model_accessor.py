@@ -1,10 +1,14 @@
-"""The model that the blocks change: one at a time, between the entry and the exit of a context."""
+"""The model that the blocks change: one at a time, between the entry and the exit of a context.
+
+Each thread has its own, so that several models can be built at once.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import onnx
 
@@ -36,15 +40,16 @@ class ModelAccessor:
         return self._path is not None
 
 
-_accessor: ModelAccessor | None = None
-_library: os.PathLike[str] | str | None = None
+_accessor: ContextVar[ModelAccessor | None] = ContextVar("accessor", default=None)
+_library: ContextVar[os.PathLike[str] | str | None] = ContextVar("library", default=None)
 
 
 def current() -> ModelAccessor:
     """Return the accessor of the surrounding `base` or `empty_base`."""
-    if _accessor is None:
+    accessor = _accessor.get()
+    if accessor is None:
         raise TrainingError("there is no model to build on; call blocks within onnxblock.base(model)")
-    return _accessor
+    return accessor
 
 
 @contextmanager
@@ -91,14 +96,13 @@ def empty_base(opset_version: int | None = None) -> Iterator[ModelAccessor]:
 
 @contextmanager
 def _installed(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
-    global _accessor
-    if _accessor is not None:
+    if _accessor.get() is not None:
         raise TrainingError("blocks build on one model at a time; this call is within another base")
-    _accessor = accessor
+    _accessor.set(accessor)
     try:
         yield accessor
     finally:
-        _accessor = None
+        _accessor.set(None)
 
 
 @contextmanager
@@ -113,13 +117,12 @@ def custom_op_library(custom_op_library_path: str | os.PathLike[str]) -> Iterato
     >>> with tempfile.NamedTemporaryFile() as file, onnxblock.custom_op_library(file.name) as path:
     ...     assert path == file.name
     """
-    global _library
-    if _library is not None:
+    if _library.get() is not None:
         raise TrainingError("one library of custom operators at a time; this call is within another one")
     if not os.path.exists(custom_op_library_path):
         raise TrainingError(f"there is no library of custom operators at {str(custom_op_library_path)!r}")
-    _library = custom_op_library_path
+    _library.set(custom_op_library_path)
     try:
         yield custom_op_library_path
     finally:
-        _library = None
+        _library.set(None)

@@ -140,6 +140,20 @@ def clamp_numpy(g: np.ndarray, *, bound: float) -> None:
     np.clip(g, -bound, bound, out=g)
 
 
+def add_decay_loop(chunk: int, w: np.ndarray, g: np.ndarray, decay: float) -> None:
+    """g = g + decay w"""
+    first = chunk * CHUNK
+    last = min(first + CHUNK, len(w))
+    ws, gs = w[first:last], g[first:last]
+    for k in range(last - first):
+        gs[k] = gs[k] + decay * ws[k]
+
+
+def add_decay_numpy(w: np.ndarray, g: np.ndarray, a: np.ndarray, *, decay: float) -> None:
+    np.multiply(w, decay, out=a)
+    np.add(g, a, out=g)
+
+
 def decayed_sgd_loop(chunk: int, w: np.ndarray, g: np.ndarray, rate: float, decay: float) -> None:
     """w = w - rate (g + decay w)"""
     first = chunk * CHUNK
@@ -365,6 +379,7 @@ sgd = Pass(sgd_loop, sgd_numpy, arrays=2, scratch=1)
 scale = Pass(scale_loop, scale_numpy, arrays=1)
 squares = Pass(squares_loop, squares_numpy, arrays=1, partial=1)
 clamp = Pass(clamp_loop, clamp_numpy, arrays=1)
+add_decay = Pass(add_decay_loop, add_decay_numpy, arrays=2, scratch=1)
 decayed_sgd = Pass(decayed_sgd_loop, decayed_sgd_numpy, arrays=2, scratch=1)
 momentum_sgd = Pass(momentum_loop, momentum_numpy, arrays=3, scratch=2)
 rmsprop = Pass(rmsprop_loop, rmsprop_numpy, arrays=3, scratch=2)

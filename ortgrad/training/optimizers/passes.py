@@ -11,7 +11,6 @@ import ctypes
 import functools
 import os
 import struct
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 
 from ortgrad.compiled import layout, machine_code
 from ortgrad.operators.compiled import CompiledKernel
+from ortgrad.threads import lazy, make_lock
 
 # The number of elements of a chunk: with its share of four arrays it fits into a processor's own cache.
 CHUNK = 1 << 15
@@ -43,7 +43,7 @@ class Pass:
     scratch: int = 0
     partial: int = 0
 
-    @functools.cached_property
+    @lazy
     def kernel(self) -> CompiledKernel:
         count = self.arrays + self.partial
         return CompiledKernel(self.loop, count, views=(1,) * count)
@@ -162,7 +162,7 @@ def distribute(work: Callable[[int], None], parts: int, threads: int) -> None:
         for part in range(parts):
             work(part)
         return
-    remaining, lock = iter(range(parts)), threading.Lock()
+    remaining, lock = iter(range(parts)), make_lock()
 
     def take() -> None:
         while True:
@@ -180,16 +180,14 @@ def distribute(work: Callable[[int], None], parts: int, threads: int) -> None:
             other.result()
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
-
-
+@functools.cache
 def _pool() -> ThreadPoolExecutor:
-    # By process: the threads of a pool do not exist in a forked child.
-    process = os.getpid()
-    if process not in _pools:
-        _pools.clear()
-        _pools[process] = ThreadPoolExecutor(thread_count(), "ortgrad-optimizer")
-    return _pools[process]
+    return ThreadPoolExecutor(thread_count(), "ortgrad-optimizer")
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child has the pool but none of its threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def is_compiled() -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from ortgrad.errors import TrainingError
+from ortgrad.keywords import checked
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import Pass
 
@@ -59,6 +60,7 @@ def _below_one(name: str, value: float) -> None:
         raise TrainingError(f"{name} is {value}; it must be less than 1")
 
 
+@checked
 @dataclass(frozen=True)
 class AdamW(Optimizer):
     """Adam with decoupled weight decay, as torch.optim.AdamW.
@@ -102,6 +104,43 @@ class AdamW(Optimizer):
         )
 
 
+@checked
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam, as torch.optim.Adam: weight decay is added to the gradients.
+
+    >>> from ortgrad.training import Adam
+    >>> Adam(learning_rate=3e-4)
+    Adam(learning_rate=0.0003, beta1=0.9, beta2=0.999, epsilon=1e-08, weight_decay=0.0)
+    """
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _below_one("beta1", self.beta1)
+        _below_one("beta2", self.beta2)
+
+    @property
+    def momentums(self) -> Sequence[str]:
+        return ("momentum0", "momentum1")
+
+    def passes(self) -> Sequence[Pass]:
+        return (kernels.adamw, kernels.add_decay)
+
+    def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
+        parameters, gradients, *_ = arrays
+        if step.weight_decay:
+            kernels.add_decay(parameters, gradients, threads=step.threads, decay=step.weight_decay)
+        decoupled = AdamW(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
+        decoupled.update(arrays, replace(step, weight_decay=0.0))
+
+
+@checked
 @dataclass(frozen=True)
 class SGD(Optimizer):
     """Stochastic gradient descent, as torch.optim.SGD.
@@ -147,6 +186,7 @@ class SGD(Optimizer):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
     """RMSprop, as torch.optim.RMSprop.
@@ -205,6 +245,7 @@ class RMSprop(Optimizer):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """Adagrad, as torch.optim.Adagrad.
@@ -241,8 +282,9 @@ class Adagrad(Optimizer):
         )
 
 
-AnyOptimizer = AdamW | SGD | RMSprop | Adagrad
+AnyOptimizer = Adam | AdamW | SGD | RMSprop | Adagrad
 OPTIMIZERS: dict[str, type[AnyOptimizer]] = {
+    "adam": Adam,
     "adamw": AdamW,
     "sgd": SGD,
     "rmsprop": RMSprop,

@@ -1,0 +1,93 @@
+"""Unknown keyword arguments: a TypeError that offers the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ortgrad.errors import ArgumentTypeError
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+
+# What other libraries call it.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "eta": "learning_rate",
+    "lr_decay": "learning_rate_decay",
+    "lr_scheduler": "schedule",
+    "eps": "epsilon",
+    "bs": "batch_size",
+    "validation_data": "evaluate",
+    "val_data": "evaluate",
+    "eval_data": "evaluate",
+    "verbose": "progress",
+    "random_state": "seed",
+    "n_jobs": "threads",
+    "max_norm": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "gradient_accumulation_steps": "accumulate",
+    "early_stopping": "patience",
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "patterns",
+    "freeze": "exclude",
+    "inputs": "wrt",
+    "outputs": "of",
+}
+# Names that are this similar are offered.
+_CUTOFF = 0.6
+
+
+def checked(function: _Callable) -> _Callable:
+    """Let a function, or the constructor of a class, offer the nearest name for an unknown keyword.
+
+    >>> from ortgrad.keywords import checked
+    >>> @checked
+    ... def fit(data, *, epochs=1): ...
+    >>> fit([], epoch=50)
+    Traceback (most recent call last):
+    ...
+    ortgrad.errors.ArgumentTypeError: fit() has no argument 'epoch'; did you mean 'epochs'?
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
+    known = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    accepted = frozenset(known)
+    name = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not accepted.issuperset(keywords):
+            unknown = next(keyword for keyword in keywords if keyword not in accepted)
+            raise ArgumentTypeError(f"{name}() has no argument {unknown!r}{_offer(unknown, known)}")
+        return function(*arguments, **keywords)
+
+    return call  # type: ignore[return-value]
+
+
+def _offer(unknown: str, known: list[str]) -> str:
+    elsewhere = _ELSEWHERE.get(unknown)
+    near = difflib.get_close_matches(unknown.lower(), known, 1, _CUTOFF)
+    best = elsewhere if elsewhere in known else near[0] if near else None
+    if best is not None:
+        return f"; did you mean {best!r}?"
+    return f"; it has {', '.join(name for name in known if name != 'self')}"
+
+
+def outside() -> int:
+    """Return the `stacklevel` with which a warning of the calling function shows the user's own line."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ortgrad":
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return level
