@@ -20,6 +20,7 @@ from ortgrad.pipelines.prepare import Kernels, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native
 from ortgrad.runtime.bindings import Binding, size_of
+from ortgrad.runtime.providers import CPU, Providers, kernels_for
 from ortgrad.runtime.runs import Monitor
 from ortgrad.threads import call_elsewhere
 
@@ -79,7 +80,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An onnxruntime.InferenceSession that runs gradient operators.
 
     The model may also be a ModelProto, and may contain gradient nodes as onnxruntime-training writes
-    them. A failing kernel stops the run and raises KernelError. The default provider is the CPU.
+    them. A failing kernel stops the run and raises KernelError. The default provider is the CPU. If another
+    one comes before it, kernels="auto" means "onnx": ortgrad's own kernels run on the CPU.
 
     >>> import numpy as np, ortgrad
     >>> model = ortgrad.nodes.make_model(ortgrad.nodes.tanh_grad("dY", "Y", "dX"))
@@ -92,7 +94,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         self,
         path_or_bytes: ModelLike,
         sess_options: onnxruntime.SessionOptions | None = None,
-        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        providers: Providers | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         kernels: Kernels = "auto",
@@ -106,6 +108,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
+        kernels = kernels_for(kernels, providers, sess_options)
         loaded, chosen = model, kernels
         model = call_elsewhere(lambda: prepare_loaded(loaded, chosen, bodies=False))
         if sess_options is None:
@@ -136,7 +139,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             self._create(
                 _serialize(model),
                 options,
-                providers if providers is not None else ["CPUExecutionProvider"],
+                _chosen_providers(providers, options),
                 provider_options,
                 **kwargs,
             )
@@ -219,6 +222,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+
+def _chosen_providers(providers: Providers | None, options: onnxruntime.SessionOptions) -> Providers | None:
+    """Return the providers that were given; if the options have none either, that of the CPU."""
+    # onnxruntime warns about providers beside those of the options.
+    return [CPU] if providers is None and not options.has_providers() else providers
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:
