@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortgrad"
 LAYERS = [
     "errors",
+    "keywords",
     "threads",
     "progress",
     "operators",

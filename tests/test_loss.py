@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
@@ -261,3 +263,61 @@ def test_a_loss_whose_other_outputs_are_absent() -> None:
     assert_close(loss, expected.detach().numpy(), 2e-6)
     assert given.grad is not None
     assert_close(dx, given.grad.numpy(), 2e-6)
+
+
+def loss_model(op_type: str, reduction: str, weighted: bool, ignore: int | None, positions: bool) -> Any:
+    """The gradient model of a loss, and feeds with one label to fill in."""
+    places = "N, D" if positions else "N"
+    inputs = f"float[N, C{', D' if positions else ''}] x, int64[{places}] label" + (
+        ", float[C] w" if weighted else ""
+    )
+    output = f"float[{places}] loss" if reduction == "none" else "float loss"
+    ignored = "" if ignore is None else f", ignore_index = {ignore}"
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+        g ({inputs}) => ({output}) {{
+            loss = {op_type} <reduction = "{reduction}"{ignored}> (x, label{", w" if weighted else ""})
+        }}""")
+    built = ortgrad.build_gradient_model(model, wrt=["x", "w"] if weighted else "x", of="loss")
+    shape = (2, 3, 2) if positions else (2, 3)
+    label = np.array([[0, 1], [2, 0]] if positions else [0, 1])
+    feeds = {"x": np.zeros(shape, np.float32), "label": label}
+    feeds |= {"w": np.ones(3, np.float32)} if weighted else {}
+    feeds |= {"loss_grad": np.ones(label.shape, np.float32)} if reduction == "none" else {}
+    return built, feeds
+
+
+@pytest.mark.parametrize("way", [*KERNELS, "plain", "registered"])
+@pytest.mark.parametrize("op_type", ["NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"])
+def test_every_way_refuses_a_label_that_is_out_of_range(op_type: str, way: str) -> None:
+    """onnxruntime's own forward kernels take -1 for the last class; PyTorch and ONNX do not."""
+    for i, (reduction, weighted, ignore) in enumerate(
+        itertools.product(REDUCTIONS, [False, True], [None, 1, -100])
+    ):
+        model, feeds = loss_model(op_type, reduction, weighted, ignore, positions=i % 2 == 0)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        if way == "registered":
+            ortgrad.register(options)
+        if way in ("plain", "registered"):
+            session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+        else:
+            session = ortgrad.InferenceSession(model, options, kernels=way)
+        quiet = onnxruntime.RunOptions()
+        quiet.log_severity_level = 4
+        session.run(None, feeds, quiet)
+        for wrong in (-1, -3, 3, -100, 1000):
+            feeds["label"].reshape(-1)[-1] = wrong
+            if wrong == ignore:
+                session.run(None, feeds, quiet)
+                continue
+            with pytest.raises(Exception, match=r"range|bounds|label"):
+                session.run(None, feeds, quiet)
+
+
+def test_the_error_of_a_label_names_the_node_and_the_labels() -> None:
+    model, feeds = loss_model(
+        "NegativeLogLikelihoodLoss", "mean", weighted=False, ignore=None, positions=False
+    )
+    feeds["label"][1] = -1
+    with pytest.raises(KernelError, match=r"NegativeLogLikelihoodLoss.*requires labels from 0"):
+        ortgrad.InferenceSession(model, kernels="onnx").run(["x_grad"], feeds)

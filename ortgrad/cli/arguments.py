@@ -108,6 +108,11 @@ def make_parser() -> argparse.ArgumentParser:
         "them for later sessions. Sessions do this themselves; the command is for the build of a container.",
     )
     ahead.add_argument("model", nargs="?", metavar="MODEL", help="an ONNX file (default: all kernels)")
+    ahead.add_argument(
+        "--shared",
+        metavar="FOLDER",
+        help="keep them in this folder, which all users may read: for sessions with ORTGRAD_CACHE_DIR=FOLDER",
+    )
 
     _add_train(commands.add_parser("train", help="train a model on arrays", description=TRAIN))
     _add_artifacts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 
 from ortgrad.cli.exit_codes import fail
@@ -15,6 +16,16 @@ def command(arguments: argparse.Namespace) -> int:
     """Compile the kernels of a model, or all of them, unless they are in the cache."""
     if machine_code.entry() is None:
         return fail("kernels are compiled by Numba: pip install 'ortgrad[compiled]'")
+    if arguments.shared is not None:
+        os.environ["ORTGRAD_CACHE_DIR"] = arguments.shared  # that of the processes that compile, too
+        try:
+            cache.share(cache.folder())
+        except OSError as error:
+            return fail(f"the kernels cannot be kept in {arguments.shared}: {error}")
+    if not cache.is_writable():
+        return fail(
+            f"the kernels cannot be kept in {cache.folder()}: the folder is not writable, or not safe"
+        )
     start = time.perf_counter()
     if arguments.model is not None:
         InferenceSession(arguments.model, kernels="compiled")

@@ -17,6 +17,7 @@ from onnx import numpy_helper
 
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
+from ortgrad.graph.tolerated import repaired
 from ortgrad.graph.validation import check_fields, check_graphs, refuse_internal_operators
 from ortgrad.graph.versions import with_known_versions
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
@@ -224,7 +225,7 @@ def _checked(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
 
 def _complete(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with imports and versions that onnxruntime takes; ModelError if it is invalid."""
-    model = with_known_versions(_with_imports(model))
+    model = repaired(with_known_versions(_with_imports(model)))
     check_graphs(model)
     return model
 

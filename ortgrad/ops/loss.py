@@ -277,7 +277,7 @@ def negative_log_likelihood_loss_gradient(node: ForwardNode) -> Gradients:
         share = op.Where(op.Equal(weights, 0.0), 0.0, share * weights)
     # Every position has one label, so nothing is written twice.
     at, updates = op.Unsqueeze(label, [1]), op.Unsqueeze(-share, [1])
-    dx = op.ScatterElements(op.full_like(log_prob, 0.0), at, updates, axis=1)
+    dx = _checking(node, op.ScatterElements(op.full_like(log_prob, 0.0), at, updates, axis=1))
     return dx, None, _weight_grad(node, log_prob) if node.wants(2) else None
 
 
@@ -285,7 +285,8 @@ def _weight_grad(node: ForwardNode, log_prob: ir.Value) -> ir.Value:
     """The sum of dY * loss over each class's samples; for "mean", of dY * (loss - mean) / sum(weights)"""
     op, vector = node.op, [-1]
     label, weights = _samples(node)
-    picked = op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(label, [1]), axis=1), [1])
+    picked = _checking(node, op.GatherElements(log_prob, op.Unsqueeze(label, [1]), axis=1))
+    picked = op.Squeeze(picked, [1])
     loss = -(picked + node.output(0) if node.attribute("reduction") == "mean" else picked)
     updates = loss * _share(node, label, weights)
     ignored = node.attribute("ignore_index")
@@ -301,16 +302,27 @@ def _weight_grad(node: ForwardNode, log_prob: ir.Value) -> ir.Value:
 
 
 def _samples(node: ForwardNode) -> tuple[ir.Value, ir.Value | None]:
-    """Each sample's label (0 if it is ignored) and weight (None if all are 1)."""
+    """Each sample's label (0 if it is ignored) and weight (None if all are 1).
+
+    A negative label would count from the end. It is replaced by the number of classes, which onnxruntime
+    refuses as an index.
+    """
     op, weight, ignored = node.op, node.optional(2), node.attribute("ignore_index")
     label = _int64(node, node.input(1))
-    if ignored is None:
-        return label, None if weight is None else op.Gather(weight, label)
-    out = op.Equal(label, ignored)
+    out = None if ignored is None else op.Equal(label, ignored)
+    label = op.Where(op.Less(label, 0), op.Shape(node.input(0), start=1, end=2), label)
+    if out is None:
+        return label, None if weight is None else _checking(node, op.Gather(weight, label))
     label = op.Where(out, 0, label)
     if weight is None:
         return label, op.CastLike(op.Not(out), node.input(0))
-    return label, op.Where(out, 0.0, op.Gather(weight, label))
+    return label, op.Where(out, 0.0, _checking(node, op.Gather(weight, label)))
+
+
+def _checking(node: ForwardNode, value: ir.Value) -> ir.Value:
+    """The value, whose node fails if a label is out of range; its name says so in the error."""
+    with node.op.checking(f"{node.node.name} {node.op_type}"):
+        return node.op.saying(value, "labels from 0 to the number of classes - 1, or ignore_index")
 
 
 def _share(node: ForwardNode, label: ir.Value, weights: ir.Value | None) -> ir.Value:

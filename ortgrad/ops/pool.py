@@ -59,8 +59,25 @@ def _dims(*, kernel_shape: list[int] | None, **_: Any) -> dict[str, str]:
     return {"dY": f"N C {y}", "X_shape[]": f"N C {x}"}
 
 
-def _max_dims(**attributes: Any) -> dict[str, str]:
-    dims = _dims(**attributes)
+def _max_dims(
+    *,
+    kernel_shape: list[int] | None,
+    auto_pad: str,
+    strides: list[int] | None,
+    dilations: list[int] | None,
+    pads: list[int] | None,
+    **_: Any,
+) -> dict[str, str]:
+    dims = _dims(kernel_shape=kernel_shape)
+    pads = pads if auto_pad == "NOTSET" else None
+    # The number of spatial dimensions that the attributes say, which need not include kernel_shape.
+    rank = len(kernel_shape or strides or dilations or (pads or ())[::2])
+    if rank:
+        per_dimension("strides", strides, rank)
+        per_dimension("dilations", dilations, rank)
+        explicit_pads(pads, rank)
+        y, x = (" ".join(f"{name}{i}" for i in range(rank)) for name in "YS")
+        dims = {"dY": f"N C {y}", "X_shape[]": f"N C {x}"}
     return {**dims, "Indices": dims["dY"]}
 
 
@@ -361,7 +378,9 @@ def average_pool_grad_body(
     steps, gaps = (per_dimension(name, attributes[name], rank) for name in ("strides", "dilations"))
     heads, tails = explicit_pads(attributes["pads"] if auto_pad == "NOTSET" else None, rank)
     if dy.shape is not None and 0 in list(dy.shape):
-        return op.Expand(op.number(0.0, dy), x_shape)
+        # The zero is joined to dY without elements, so that dY's comparisons stay.
+        zero = op.Reshape(op.number(0.0, dy), [1])
+        return op.Expand(op.Concat(op.Reshape(dy, [0], allowzero=1), zero, axis=0), x_shape)
     y_shape = op.Shape(dy)
 
     def weights(i: int) -> ir.Value:

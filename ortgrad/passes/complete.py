@@ -37,8 +37,10 @@ def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
                 raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
     infer_types(model)
     for node, operator in nodes:
+        call = call_of(node, operator)
+        _check_types(node, call)
         _fill_inputs(model, node, operator)
-        _check_shapes(node, call_of(node, operator))
+        _check_shapes(node, call)
     return model
 
 
@@ -46,6 +48,31 @@ def complete_node(model: ir.Model, node: ir.Node, operator: Operator, names: Nam
     """Complete a node that a pass has made; the types of its inputs must be known."""
     _describe(node, operator, names, built=True)
     _fill_inputs(model, node, operator)
+
+
+def _check_types(node: ir.Node, call: Call) -> None:
+    """Raise NodeError if an input has an element type that the operator does not take.
+
+    onnxruntime checks this for kernels, but bodies may be able to compute with other types.
+    """
+    bound: dict[str, tuple[str, str]] = {}
+    for parameter, value, real in zip(call.operator.inputs, node.inputs, call.present, strict=True):
+        if not real or value is None or value.dtype is None:
+            continue
+        found, allowed = _type_name(value.dtype), call.operator.types.get(parameter.type, (parameter.type,))
+        first, expected = bound.setdefault(parameter.type, (parameter.name, found))
+        if found not in allowed:
+            problem = f"{parameter.name} is {found}; it must be {' or '.join(allowed)}"
+        elif found != expected:
+            problem = f"{parameter.name} is {found} and {first} is {expected}; they must have the same type"
+        else:
+            continue
+        raise NodeError(f"{node.op_type} node {node.name!r}: {problem}; add a Cast before the node")
+
+
+def _type_name(dtype: ir.DataType) -> str:
+    # NumPy has no names for some types, such as strings.
+    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
 
 
 def _check_shapes(node: ir.Node, call: Call) -> None:

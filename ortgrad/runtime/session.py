@@ -21,6 +21,7 @@ from ortgrad.pipelines.prepare import Kernels, computes_gradients, prepare_loade
 from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native, subnormals
 from ortgrad.runtime.bindings import Binding, size_of
+from ortgrad.runtime.providers import CPU, Providers, kernels_for
 from ortgrad.runtime.runs import Monitor
 from ortgrad.threads import Result, call_elsewhere, forks_wait
 
@@ -82,7 +83,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An onnxruntime.InferenceSession that runs gradient operators.
 
     The model may also be a ModelProto, and may contain gradient nodes as onnxruntime-training writes
-    them. A failing kernel stops the run and raises KernelError. The default provider is the CPU.
+    them. A failing kernel stops the run and raises KernelError. The default provider is the CPU. If another
+    one comes before it, kernels="auto" means "onnx": ortgrad's own kernels run on the CPU.
 
     In a model with gradients, subnormal numbers (below 1.2e-38) are zero: behind a saturated softmax they
     make a run many times slower. The entry "session.set_denormal_as_zero" in sess_options, "0" or "1", is
@@ -100,7 +102,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         self,
         path_or_bytes: ModelLike,
         sess_options: onnxruntime.SessionOptions | None = None,
-        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        providers: Providers | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         kernels: Kernels = "auto",
@@ -116,6 +118,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
+        kernels = kernels_for(kernels, providers, sess_options)
         loaded, chosen = model, kernels
         flushes = _choose_flushing(options, model)
         model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False))
@@ -149,7 +152,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             self._create(
                 _serialize(model),
                 options,
-                providers if providers is not None else ["CPUExecutionProvider"],
+                _chosen_providers(providers, options),
                 provider_options,
                 enable_fallback=enable_fallback,
                 **further,
@@ -263,6 +266,12 @@ def _undivided(function: Callable[[], Result]) -> Result:
             return function()
 
     return call_elsewhere(call)
+
+
+def _chosen_providers(providers: Providers | None, options: onnxruntime.SessionOptions) -> Providers | None:
+    """Return the providers that were given; if the options have none either, that of the CPU."""
+    # onnxruntime warns about providers beside those of the options.
+    return [CPU] if providers is None and not options.has_providers() else providers
 
 
 def _is_gradient_node(node: onnx.NodeProto) -> bool:

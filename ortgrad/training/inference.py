@@ -12,6 +12,7 @@ import onnx
 from ortgrad.errors import ModelError, TrainingError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import LARGEST_MESSAGE, load_model
 from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.tolerated import evaluated
 from ortgrad.training.checkpoint.state import as_bytes, element_type
 from ortgrad.training.evaluation import for_inference
 from ortgrad.training.files import replacing
@@ -29,7 +30,7 @@ def save_inference_model(
 ) -> None:
     """Write the model in `source` with these values of its inputs, reduced to these outputs."""
     try:
-        model = copy_of(load_model(source))
+        model = copy_of(evaluated(load_model(source)))
     except ModelError as error:
         raise TrainingModelError(f"the evaluation model cannot be used: {error}") from error
     for_inference(model)

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
+from ortgrad.graph.tolerated import evaluated
 from ortgrad.threads import call_elsewhere
 from ortgrad.training import graphs
 from ortgrad.training.api.checkpoint_state import CheckpointState
@@ -147,7 +148,7 @@ class Module:
 
     def _make_eval_session(self, path: Path) -> BoundSession:
         state = self._state._state
-        model = read_model(path, "evaluation")
+        model = evaluated(read_model(path, "evaluation"))
         parameters = [value.name for value in model.graph.input if value.name in state]
         constants = {tensor.name for tensor in model.graph.initializer}
         inputs = [v.name for v in model.graph.input if v.name not in {*parameters, *constants}]
