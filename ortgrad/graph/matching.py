@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from ortgrad.graph.origins import Origins, module_of_name
 
+_MOST = 4  # names in a text
+
 
 def is_pattern(name: str) -> bool:
     """Return whether a name is a pattern as in fnmatch."""
@@ -87,7 +89,8 @@ def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
     """Return a warning about those of the parameters that are not PyTorch's, though named like them."""
     names = [*names]
     texts = []
-    merged = [f"{_listed(origins.merged[n])} (now {n!r})" for n in names if n in origins.merged]
+    # These are named in full: which layers now train together is told nowhere else.
+    merged = [f"{_listed(origins.merged[n], None)} (now {n!r})" for n in names if n in origins.merged]
     if merged:
         texts.append(f"equal tensors were merged into one, which has one gradient: {'; '.join(merged)}")
     split = [f"{origins.split[n]!r} (and {n!r})" for n in names if n in origins.split]
@@ -101,7 +104,8 @@ def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
         texts.append(f"batch normalizations{what} were folded into {_listed(shown)}")
     computed = [f"{n!r} from {_listed(origins.computed[n])}" for n in names if n in origins.computed]
     if computed:
-        texts.append(f"parameters were replaced by what is computed from them: {'; '.join(computed)}")
+        shown = _shortened(computed)
+        texts.append(f"parameters were replaced by what is computed from them: {'; '.join(shown)}")
     modules = {module_of_name(other) for name in names for other in origins.names(name)}
     gone = [name for name in origins.removed if module_of_name(name) in modules]
     if gone:
@@ -114,8 +118,14 @@ def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+def _listed(names: Sequence[str], most: int | None = _MOST) -> str:
+    return ", ".join(_shortened([*map(repr, names)], most))
+
+
+def _shortened(texts: list[str], most: int | None = _MOST) -> list[str]:
+    if most is None or len(texts) <= most + 1:
+        return texts
+    return [*texts[:most], f"and {len(texts) - most} more"]
 
 
 def _are(names: Sequence[str]) -> str:
