@@ -12,6 +12,7 @@ from ortgrad.errors import NameNotFoundError
 from ortgrad.graph.loading import ModelLike, judging, load_model
 from ortgrad.graph.protos import FLOATS
 from ortgrad.keywords import checked
+from ortgrad.training.linear_models import open_linear_models
 
 Patterns = str | Sequence[str] | None
 
@@ -36,7 +37,7 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
     >>> parameters(model, "fc_*", exclude="*_bias")
     ['fc_weight']
     """
-    proto = load_model(model)
+    proto = open_linear_models(load_model(model))
     found = _default(proto)
     if patterns is not None:
         others = {t.name for t in proto.graph.initializer if t.data_type in FLOATS} - set(found)
