@@ -29,6 +29,10 @@ class StoppedGradientWarning(UserWarning):
     """A gradient is zero because every path from `wrt` to `of` contains an operator that has no gradient."""
 
 
+class ParameterWarning(UserWarning):
+    """Parameters are not what their names say: the exporter has merged, folded or left out some of them."""
+
+
 class WrongGradientError(OrtgradError, AssertionError):
     """Gradients disagree with finite differences; the message shows by how much."""
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 import ortgrad
@@ -69,10 +70,12 @@ def run_node(
     return dict(zip(names, session.run(None, dict(feeds)), strict=True))
 
 
-def session_of_passes(model: onnx.ModelProto, kernels: Kernels = FASTEST) -> ortgrad.InferenceSession:
+def session_of_passes(
+    model: onnx.ModelProto, options: onnxruntime.SessionOptions | None = None
+) -> ortgrad.InferenceSession:
     """A session of a model that some passes have made, with operators that are refused in files."""
     with mock.patch.object(loading, "refuse_internal_operators"):
-        return ortgrad.InferenceSession(model, kernels=kernels)
+        return ortgrad.InferenceSession(model, options, kernels=FASTEST)
 
 
 def directional_derivative(

@@ -20,7 +20,7 @@ from ortgrad.graph.recorder import Recorder
 from ortgrad.pipelines.explain import explain
 
 # `python tests/corruption.py --count 1000` tries more.
-FILES = range(60)
+FILES = range(30)
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "local" : 1]>'
 
 

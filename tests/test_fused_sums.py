@@ -73,7 +73,7 @@ def session_of(program: Program, ranks: Sequence[int], element: str, threads: in
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ortgrad", 1)]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    return ortgrad.InferenceSession(helper.make_model(graph, opset_imports=opsets, ir_version=10), options)
+    return session_of_passes(helper.make_model(graph, opset_imports=opsets, ir_version=10), options)
 
 
 def run(session: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 
+import ml_dtypes
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import ModelError, NameNotFoundError
+from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.inference import infer_types
+from ortgrad.graph.matching import is_pattern, left_out, matches, nearest, not_in_file
 from ortgrad.graph.metadata import OF
 from ortgrad.graph.names import Names
+from ortgrad.graph.origins import Origins, is_generated, is_lifted
 from ortgrad.graph.protos import all_graphs
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, is_float_tensor, subgraphs, values_by_name
 from ortgrad.operators.call import EMPTY_PREFIX
@@ -60,17 +63,20 @@ def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> ir.Model:
 
 def find_targets(
     model: ir.Model, wrt: Sequence[str] | None, source: onnx.ModelProto, outputs: Sequence[ir.Value] = ()
-) -> list[ir.Value]:
+) -> tuple[list[ir.Value], list[str]]:
     """Return the values that `wrt` names; if it is None, the parameters of the model.
 
-    A name in the model stands for that value. Any other name with *, ? or [ is an fnmatch pattern: it stands
-    for the inputs and parameters that it matches; if there are none, for other constants; if there are none
-    either, for intermediate values. Weights in the result that are Constant nodes or inside a subgraph become
-    initializers of the main graph, so that they can be fed.
+    A name in the model stands for that value. Any other name is one that PyTorch has for a weight, or, with
+    *, ? or [, an fnmatch pattern for either kind of names: it stands for the inputs and parameters that it
+    matches; if there are none, for other constants; if there are none either, for intermediate values.
+    Weights in the result that are Constant nodes or inside a subgraph become initializers of the main graph,
+    so that they can be fed. The second result has warnings about patterns that match a part of a module.
     """
     graph = model.graph
+    origins = read_origins(source)
     hidden = _weights_in_subgraphs(graph, _defined(source.graph))
-    parameters = _parameters(model, hidden, source, outputs)
+    parameters = _parameters(model, hidden, source, outputs, origins)
+    partial: list[str] = []
     if wrt is None:
         if not parameters:
             raise ModelError(
@@ -86,26 +92,48 @@ def find_targets(
             if name in values or name in hidden:
                 found.append(values.get(name) or hidden[name])
                 _require_float("wrt", found[-1])
-            elif any(character in name for character in "*?["):
-                found += _matching(name, graph, parameters)
+            elif is_pattern(name) or name in origins.all_aliases():
+                chosen = _matching(name, graph, parameters, origins)
+                found += chosen
+                warning = left_out(name, _names(chosen), _names(parameters), origins)
+                partial += [warning] if warning else []
             else:
+                near = _where(name, graph, (*values, *hidden, *origins.all_aliases()))
                 raise NameNotFoundError(
-                    f"wrt={name!r} is not a value of the model{_where(name, graph, (*values, *hidden))}"
+                    f"wrt={name!r} is not a value of the model{near}{not_in_file(name, origins)}"
                 )
     names = Names.of(model)
-    return [_made_feedable(graph, value, names) for value in dict.fromkeys(found)]
+    return [_made_feedable(graph, value, names) for value in dict.fromkeys(found)], partial
 
 
 def find_parameters(model: ir.Model, source: onnx.ModelProto) -> list[str]:
     """Return the names of the parameters of a model, which `source` is the file of."""
     hidden = _weights_in_subgraphs(model.graph, _defined(source.graph))
-    return [value.name or "" for value in _parameters(model, hidden, source, ())]
+    return _names(_parameters(model, hidden, source, (), read_origins(source)))
+
+
+def scalar_parameters(source: onnx.ModelProto) -> list[str]:
+    """Return the names of initializers without dimensions that the exporter calls parameters."""
+    known = read_origins(source).parameters
+    return [t.name for t in source.graph.initializer if not t.dims and known.get(t.name)]
+
+
+def _names(values: Iterable[ir.Value]) -> list[str]:
+    return [value.name or "" for value in values]
 
 
 def _parameters(
-    model: ir.Model, hidden: dict[str, ir.Value], source: onnx.ModelProto, outputs: Sequence[ir.Value]
+    model: ir.Model,
+    hidden: dict[str, ir.Value],
+    source: onnx.ModelProto,
+    outputs: Sequence[ir.Value],
+    origins: Origins,
 ) -> list[ir.Value]:
-    """Return the floating-point weights that a gradient can reach, in the order of the file."""
+    """Return the floating-point weights that a gradient can reach, in the order of the file.
+
+    Where PyTorch's exporters tell which tensors are parameters, those are meant, scalars too. Otherwise
+    initializers with dimensions are, and Constant nodes of more than one element.
+    """
     graph = model.graph
     reached, computed, settings = {*graph.outputs, *outputs}, {*graph.outputs, *outputs}, set[ir.Value]()
     _reach(graph, reached, model.opset_imports, settings)
@@ -115,19 +143,33 @@ def _parameters(
     # In a built model, Constant nodes belong to the backward graph and weights are initializers.
     built = OF in model.metadata_props
     constants = [] if built else [n.outputs[0] for n in graph if n.op_type == "Constant" and not n.domain]
-    found = [value for value in graph.initializers.values() if _is_weight(value, 0)]
-    found += [value for value in (*constants, *hidden.values()) if _is_weight(value, 1)]
+    found = [value for value in graph.initializers.values() if _is_weight(value, 0, origins)]
+    found += [value for value in (*constants, *hidden.values()) if _is_weight(value, 1, origins)]
     # Shape inference does not keep the order of initializers.
     order = {tensor.name: i for i, tensor in enumerate(source.graph.initializer)}
     found.sort(key=lambda value: order.get(value.name or "", len(order)))
     return [value for value in found if value in reached]
 
 
-def _is_weight(value: ir.Value, more_than: int) -> bool:
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is None or tensor.dtype not in FLOAT_TYPES or (value.name or "").startswith(EMPTY_PREFIX):
+def _is_weight(value: ir.Value, more_than: int, origins: Origins) -> bool:
+    tensor, name = ir.convenience.get_const_tensor(value), value.name or ""
+    if tensor is None or tensor.dtype not in FLOAT_TYPES or name.startswith(EMPTY_PREFIX):
         return False
-    return len(tensor.shape) > 0 and tensor.size > more_than
+    told = origins.parameters.get(name)
+    generated = is_generated(name)
+    if told is not None and (origins.exporter == "dynamo" or not told or not generated):
+        return told and tensor.size > 0
+    if is_lifted(name) or len(tensor.shape) == 0 or tensor.size <= max(more_than, int(generated)):
+        return False
+    return not (generated and _is_mask(tensor))
+
+
+def _is_mask(tensor: ir.TensorProtocol) -> bool:
+    """Return whether elements are minus infinity, or the lowest number, as in masks that are added."""
+    array = tensor.numpy()
+    lowest = array.min()
+    least = ml_dtypes.finfo(array.dtype).min  # type: ignore[no-untyped-call]
+    return bool(np.isneginf(lowest) or lowest == least)
 
 
 def _reach(
@@ -142,6 +184,8 @@ def _reach(
         rule = find_rule(node.op_type, node.domain)
         if not any(v in reached for v in node.outputs) or (rule is not None and rule.function is None):
             continue
+        if _makes_integers(node):
+            continue
         fixed = _fixed_operands(node, opsets)
         for i, value in enumerate(node.inputs):
             if value is None:
@@ -155,6 +199,17 @@ def _reach(
         for inner in subgraphs(node):
             reached.update(inner.outputs)
             _reach(inner, reached, opsets, settings)
+
+
+def _makes_integers(node: ir.Node) -> bool:
+    """Return whether a node casts to a type without gradients."""
+    if node.domain or node.op_type not in ("Cast", "CastLike"):
+        return False
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int()) not in FLOAT_TYPES
+    like = node.inputs[1]
+    dtype = node.outputs[0].dtype or (None if like is None else like.dtype)
+    return dtype is not None and dtype not in FLOAT_TYPES
 
 
 def _original(value: ir.Value) -> ir.Value:
@@ -207,13 +262,18 @@ def _defined(graph: onnx.GraphProto) -> Counter[str]:
     return found
 
 
-def _matching(pattern: str, graph: ir.Graph, parameters: Sequence[ir.Value]) -> list[ir.Value]:
+def _matching(
+    pattern: str, graph: ir.Graph, parameters: Sequence[ir.Value], origins: Origins
+) -> list[ir.Value]:
     for group in _groups(graph, parameters):
-        found = [v for v in group if is_float_tensor(v) and fnmatchcase(v.name or "", pattern)]
+        found = [v for v in group if is_float_tensor(v) and matches(pattern, origins.names(v.name or ""))]
         if found:
             return found
-    near = _nearest(pattern.strip("*"), values_by_name(graph))
-    raise NameNotFoundError(f"wrt={pattern!r} matches no floating-point value of the model{near}")
+    names = [other for name in values_by_name(graph) for other in origins.names(name)]
+    raise NameNotFoundError(
+        f"wrt={pattern!r} matches no floating-point value of the model{nearest(pattern, names)}"
+        f"{not_in_file(pattern, origins)}"
+    )
 
 
 def _groups(graph: ir.Graph, parameters: Sequence[ir.Value]) -> Iterator[list[ir.Value]]:
@@ -318,9 +378,4 @@ def _floats_behind(values: Iterable[ir.Value]) -> list[str]:
 def _where(name: str, graph: ir.Graph, names: Iterable[str]) -> str:
     if any(name in values_by_name(inner) for inner in graph.subgraphs()):
         return ": it is inside a subgraph, and not a weight with a unique name; make it an output of the node"
-    return _nearest(name, names)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
-    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    return nearest(name, names)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 
+from ortgrad.errors import ParameterWarning
+from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
-from ortgrad.keywords import checked
+from ortgrad.graph.matching import describe_changes
+from ortgrad.graph.metadata import is_built, names_in
+from ortgrad.keywords import checked, outside
 from ortgrad.pipelines.stops import warn_about_stops
 from ortgrad.threads import forks_wait
 
@@ -25,12 +30,14 @@ def build_gradient_model(
 ) -> onnx.ModelProto:
     """Return a model with the same outputs and, for every name in `wrt`, the gradient `<name>_grad`.
 
-    `wrt` names inputs, initializers or intermediate values. A name that is not in the model may be a pattern
-    (`"layer4.*"`, see fnmatch): it stands for the inputs and parameters that it matches, else for other
-    constants, else for intermediate values. The default is all parameters: the floating-point weights
-    (initializers and Constant nodes, also inside subgraphs), without scalars, the statistics of
-    BatchNormalization and settings of operators (scales, ratios, bounds, exponents). Weights in `wrt` become
-    inputs with default values, so that they can be fed.
+    `wrt` names inputs, initializers or intermediate values. A name that is not in the model may be the one
+    that a weight has in PyTorch, where the file tells it, or a pattern for names of both kinds (`"layer4.*"`,
+    see fnmatch): it stands for the inputs and parameters that it matches, else for other constants, else for
+    intermediate values. The default is all parameters. Those are the parameters of the module, if PyTorch's
+    exporter has written the file, and otherwise the floating-point weights (initializers and Constant nodes,
+    also inside subgraphs) without scalars. The statistics of BatchNormalization and settings of operators
+    (scales, ratios, bounds, exponents) are not among them. Weights in `wrt` become inputs with default
+    values, so that they can be fed. A ParameterWarning says which of them the exporter has merged or changed.
 
     `of` names outputs or intermediate values (default: the first floating-point output). A single scalar is
     seeded with 1; otherwise the model gets an input `<name>_grad` for each. Where a name is taken, `_2` is
@@ -60,8 +67,11 @@ def build_gradient_model(
     proto = load_model(model)
     given = None if feeds is None else checked_feeds(proto, feeds)
     with forks_wait(), judging(proto):
-        built, stopped = build(proto, names_of(wrt), names_of(of), straight_through, given)
+        built, stopped, partial = build(proto, names_of(wrt), names_of(of), straight_through, given)
     warn_about_stops(stopped)
+    changed = None if is_built(proto) else describe_changes(names_in(built)[0], read_origins(proto))
+    for text in (*partial, *([changed] if changed else [])):
+        warnings.warn(text, ParameterWarning, stacklevel=outside())
     return built
 
 

@@ -11,7 +11,13 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass, Failure, list_failures
 from ortgrad.autodiff.stopped import describe_stops
-from ortgrad.autodiff.targets import decides_shapes, find_outputs, find_targets, refuse_integers
+from ortgrad.autodiff.targets import (
+    decides_shapes,
+    find_outputs,
+    find_targets,
+    refuse_integers,
+    scalar_parameters,
+)
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import describe_build, is_built
@@ -70,6 +76,8 @@ class Plan:
     dimensions: set[str]
     # The text of the StoppedGradientWarning, if there is one.
     stopped: str | None
+    # Texts of warnings about patterns.
+    partial: Sequence[str]
 
 
 def plan(
@@ -120,14 +128,16 @@ def _plan(
     dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
     folded = False
-    while folding and fold_known_values(model, wrt):
+    # Scalars that may be trained do not count as known.
+    unknown = [*(wrt or ()), *scalar_parameters(source)]
+    while folding and fold_known_values(model, unknown):
         # A branch that is taken may decide about further ranks.
         folded = True
         model = run(model, fold_ifs, resolve_sequences, sort)
         infer_further_shapes(model)
     model = pad_all_axes(model)
     outputs = find_outputs(graph, of)
-    targets = find_targets(model, wrt, source, outputs)
+    targets, partial = find_targets(model, wrt, source, outputs)
     # Weights become inputs with defaults, so that new values can be fed; they no longer count as constants.
     fed = [value for value in targets if value.is_initializer() and not value.is_graph_input()]
     graph.inputs.extend(fed)
@@ -168,7 +178,7 @@ def _plan(
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
-    return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped)
+    return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial)
 
 
 def _unproven_ranks(
@@ -199,8 +209,8 @@ def build(
     straight_through: bool = True,
     feeds: Feeds | None = None,
     finish: Sequence[Pass] = (attach,),
-) -> tuple[onnx.ModelProto, str | None]:
-    """Return the model with gradients, and the text of the StoppedGradientWarning if there is one.
+) -> tuple[onnx.ModelProto, str | None, Sequence[str]]:
+    """Return the model with gradients, the text of a StoppedGradientWarning or None, and other warnings.
 
     `finish` are the last passes, which bring gradient nodes into the form in which the model is written.
     """
@@ -211,7 +221,7 @@ def build(
         # The body of an operator needs a rank that cannot be inferred.
         planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
         built = _assemble(planned, source, finish)
-    return built, planned.stopped
+    return built, planned.stopped, planned.partial
 
 
 def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) -> onnx.ModelProto:

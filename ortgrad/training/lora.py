@@ -7,14 +7,13 @@ which `lora_parameters` names what is trained. `save_lora` and `load_lora` store
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import numbers
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,20 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ortgrad.errors import ArgumentTypeError, CheckpointError, ModelError, NameNotFoundError, TrainingError
+from ortgrad.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ModelError,
+    NameNotFoundError,
+    ParameterWarning,
+    TrainingError,
+)
+from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.graph.matching import left_out, matches, nearest, not_in_file
+from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
-from ortgrad.keywords import checked
+from ortgrad.keywords import checked, outside
 from ortgrad.training.checkpoint import load_tensors, save_tensors
 from ortgrad.training.evaluation import for_inference
 from ortgrad.training.exporting import arrays_of
@@ -290,11 +299,17 @@ def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dic
     present = _pairs(tensor.name for tensor in model.graph.initializer)
     own = {name for pair in present.values() for name in pair}
     sites = [site for site in find_sites(model) if site.weight not in own]
+    origins = Origins() if exact else read_origins(model)
     chosen: dict[str, list[Site]] = {}
     for pattern in patterns:
-        found = {s.weight for s in sites if pattern == s.weight or (not exact and _matches(pattern, s.names))}
+        found = {s.weight for s in sites if pattern == s.weight}
+        if not found and not exact:
+            found = {s.weight for s in sites if matches(pattern, (*s.names, *origins.names(s.weight)))}
         if not found:
-            raise NameNotFoundError(_no_match(model, pattern, sites, exact))
+            raise NameNotFoundError(_no_match(model, pattern, sites, exact, origins))
+        warning = left_out(pattern, [*found], list(dict.fromkeys(s.weight for s in sites)), origins)
+        if warning is not None:
+            warnings.warn(f"patterns: {warning}", ParameterWarning, stacklevel=outside())
         for site in sites:
             if site.weight in found and site.weight not in chosen:
                 chosen[site.weight] = [s for s in sites if s.weight == site.weight]
@@ -313,13 +328,9 @@ def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dic
     return chosen
 
 
-def _matches(pattern: str, names: Sequence[str]) -> bool:
-    return any(name == pattern or fnmatchcase(name, pattern) for name in names)
-
-
-def _no_match(model: onnx.ModelProto, pattern: str, sites: list[Site], exact: str) -> str:
-    candidates = list(dict.fromkeys(name for site in sites for name in site.names))
-    others = [n for n in constants(model) if _matches(pattern, [n]) and not n.endswith(_SUFFIXES)]
+def _no_match(model: onnx.ModelProto, pattern: str, sites: list[Site], exact: str, origins: Origins) -> str:
+    candidates = [name for site in sites for name in (*site.names, *origins.names(site.weight))]
+    others = [n for n in constants(model) if matches(pattern, [n]) and not n.endswith(_SUFFIXES)]
     if others:
         kinds = readers(others[:1], model)
         what = f"the weight {pattern!r} of {exact}"
@@ -333,8 +344,7 @@ def _no_match(model: onnx.ModelProto, pattern: str, sites: list[Site], exact: st
         text = f"the weight {pattern!r} of {exact} is not in the model"
     else:
         text = f"patterns={pattern!r} matches no weight of a MatMul, Gemm or Conv node"
-    near = difflib.get_close_matches(pattern.strip("*"), candidates, n=3, cutoff=0.4)
-    return f"{text}; did you mean {', '.join(map(repr, near))}?" if near else text
+    return text + nearest(pattern, candidates) + not_in_file(pattern, origins)
 
 
 def _check_sites(model: onnx.ModelProto, sites: list[Site], adapted: list[Site]) -> None:

@@ -161,7 +161,7 @@ def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx
     scalar = _scalar(forward, loss)
     try:
         with judging(forward):
-            built, stopped = build(forward, wrt, [scalar], finish=finish)
+            built, stopped, _ = build(forward, wrt, [scalar], finish=finish)
     except TrainingModelError:
         raise
     except ModelError as error:

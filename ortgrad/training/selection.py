@@ -1,18 +1,23 @@
-"""The parameters of a model: what a person would train."""
+"""The parameters of a model, which are trained by default."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 
-from ortgrad.errors import NameNotFoundError
+from ortgrad.errors import NameNotFoundError, ParameterWarning, TrainingError
+from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.graph.matching import left_out, matched, nearest, not_in_file
+from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FLOATS
-from ortgrad.keywords import checked
+from ortgrad.keywords import checked, outside
 from ortgrad.training.linear_models import open_linear_models
+from ortgrad.training.optimizers.rules import AnyOptimizer
+from ortgrad.training.statistics import warn_of_merged
 
 Patterns = str | Sequence[str] | None
 
@@ -21,10 +26,16 @@ Patterns = str | Sequence[str] | None
 def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns = None) -> list[str]:
     """Return the names of the parameters, in the order of the file.
 
-    Parameters are the floating-point weights that `build_gradient_model` differentiates by default: not
-    scalars, running statistics, ratios, bounds and scales of quantization. `patterns` and `exclude` are names
-    or patterns as in fnmatch, one or several. The full name of a floating-point initializer also stands for
-    one that is no parameter by default. A pattern that matches nothing is an error.
+    In a file that PyTorch has exported, these are the parameters of the module, learnable scalars too, as far
+    as they influence an output. In others they are the initializers with at least one dimension and the
+    Constant nodes of more than one element. Running statistics, ratios, bounds, scales of quantization, and
+    constants that only become integers are never among them.
+
+    `patterns` and `exclude` are names or patterns as in fnmatch, one or several, for the names in the file
+    and for those in PyTorch, where the exporter has renamed a weight and the file tells its name. The full
+    name of a floating-point initializer also stands for one that is no parameter by default. A pattern that
+    matches nothing is an error. A ParameterWarning says which parameters the exporter has merged or changed,
+    and which a pattern for a module (`"encoder.*"`) does not match.
 
     >>> import onnx
     >>> from ortgrad.training import parameters
@@ -37,28 +48,44 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
     >>> parameters(model, "fc_*", exclude="*_bias")
     ['fc_weight']
     """
-    proto = open_linear_models(load_model(model))
+    proto = load_model(model)
+    found = selected(proto, patterns, exclude)
+    warn_of_merged(proto, found)
+    return found
+
+
+def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Patterns = None) -> list[str]:
+    """Implement `parameters` without the warning about those that the exporter has changed."""
+    proto = open_linear_models(proto)
     found = _default(proto)
+    origins = read_origins(proto)
     if patterns is not None:
         others = {t.name for t in proto.graph.initializer if t.data_type in FLOATS} - set(found)
-        named = [name for name in _listed(patterns) if name in others]
-        chosen = {*named, *matching("patterns", set(_listed(patterns)) - set(named), found)}
+        listed = _listed(patterns)
+        named = [name for name in listed if name in others]
+        rest = [name for name in listed if name not in others]
+        chosen = {*named, *matching("patterns", rest, found, origins)}
         found = [name for name in (*found, *named) if name in chosen]
     if exclude is not None:
-        left_out = matching("exclude", _listed(exclude), found)
-        found = [name for name in found if name not in left_out]
+        left = matching("exclude", _listed(exclude), found, origins)
+        found = [name for name in found if name not in left]
     return list(dict.fromkeys(found))
 
 
-def matching(argument: str, patterns: Iterable[str], names: Sequence[str]) -> set[str]:
+def matching(argument: str, patterns: Iterable[str], names: Sequence[str], origins: Origins) -> set[str]:
     """Return the names that match one of the patterns; raises NameNotFoundError for a pattern without any."""
     result: set[str] = set()
     for pattern in patterns:
-        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        found = matched(pattern, names, origins)
         if not found:
-            near = difflib.get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.4)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise NameNotFoundError(f"{argument}={pattern!r} matches no parameter of the model{hint}")
+            known = [other for name in names for other in origins.names(name)]
+            raise NameNotFoundError(
+                f"{argument}={pattern!r} matches no parameter of the model{nearest(pattern, known)}"
+                f"{not_in_file(pattern, origins)}"
+            )
+        warning = left_out(pattern, found, names, origins)
+        if warning is not None:
+            warnings.warn(f"{argument}: {warning}", ParameterWarning, stacklevel=outside())
         result.update(found)
     return result
 
@@ -81,3 +108,27 @@ def _default(proto: onnx.ModelProto) -> list[str]:
         model = inline(read(proto), lambda function: not is_body(function))
         model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
         return find_parameters(model, proto)
+
+
+def settings_of(
+    proto: onnx.ModelProto,
+    names: Sequence[str],
+    optimizer: AnyOptimizer,
+    groups: Mapping[str, Mapping[str, float]],
+) -> dict[str, tuple[float, float]]:
+    """Return learning rate and weight decay of every parameter; `groups` has others by pattern."""
+    origins = read_origins(proto)
+    chosen = {
+        name: {"learning_rate": optimizer.learning_rate, "weight_decay": optimizer.weight_decay}
+        for name in names
+    }
+    for pattern, options in groups.items():
+        found = matching("groups", [pattern], names, origins)
+        unknown = set(options) - {"learning_rate", "weight_decay"}
+        if unknown or not all(math.isfinite(value) and value >= 0 for value in options.values()):
+            raise TrainingError(
+                f"groups={{{pattern!r}: {dict(options)}}}: a group has a learning_rate and a weight_decay"
+            )
+        for name in found:
+            chosen[name].update(options)
+    return {name: (each["learning_rate"], each["weight_decay"]) for name, each in chosen.items()}

@@ -10,7 +10,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from ortgrad.errors import TrainingError
+from ortgrad.errors import ParameterWarning, TrainingError
+from ortgrad.graph.exporters import read_origins
+from ortgrad.graph.matching import cure, describe_changes
 from ortgrad.graph.protos import all_nodes, copy_of, dependencies, subgraphs
 from ortgrad.keywords import outside
 
@@ -135,25 +137,36 @@ def _merged(model: onnx.ModelProto) -> set[str]:
 
 
 def warn_of_merged(model: onnx.ModelProto, trained: Collection[str]) -> None:
-    """Warn if vectors are trained together although they are probably separate parameters.
+    """Warn if trained parameters are not those of the module from which the model was exported.
 
-    They are read by several nodes, and all their elements are equal, as before a training.
+    Where the exporter does not tell what it has merged, vectors that are read by several nodes and whose
+    elements are all equal, as before a training, are probably separate parameters.
     """
+    origins = read_origins(model)
+    text = describe_changes(
+        [tensor.name for tensor in model.graph.initializer if tensor.name in trained], origins
+    )
+    merged = [] if origins.exporter else _equal_vectors(model, trained)
+    if merged:
+        text = (
+            f"{', '.join(merged)}, whose elements are all equal: the exporter has probably merged separate "
+            f"parameters, which are now trained as one. With PyTorch, {cure(origins)}"
+        )
+    if text:
+        warnings.warn(text, ParameterWarning, stacklevel=outside())
+
+
+def _equal_vectors(model: onnx.ModelProto, trained: Collection[str]) -> list[str]:
+    """Describe the trained vectors that several nodes read and whose elements are all equal."""
     uses = _uses(model)
-    merged = [
-        tensor.name
+    # Statistics get initializers of their own.
+    uses.subtract(name for node in _normalizations(model) for name in node.input[3:5])
+    return [
+        f"{uses[tensor.name]} nodes share the parameter {tensor.name!r}"
         for tensor in model.graph.initializer
         if tensor.name in trained and len(tensor.dims) == 1 and tensor.dims[0] > 1 and uses[tensor.name] > 1
         if tensor.data_location != onnx.TensorProto.EXTERNAL and np.ptp(numpy_helper.to_array(tensor)) == 0
     ]
-    if merged:
-        more = f" and {len(merged) - 1} more" if len(merged) > 1 else ""
-        warnings.warn(
-            f"{uses[merged[0]]} nodes share the parameter {merged[0]!r}{more}, whose elements are all equal: "
-            "the exporter has probably merged separate parameters, which are now trained as one. With "
-            "PyTorch, export by torch.onnx.export(..., dynamo=True), or with training=TrainingMode.TRAINING",
-            stacklevel=outside(),
-        )
 
 
 def _normalizations(model: onnx.ModelProto) -> list[onnx.NodeProto]:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
 from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
 from ortgrad.training.schedules import Schedule, make_schedule, needs_total
 from ortgrad.training.scores import are_numbers, classes_of, influencing, output_of
-from ortgrad.training.selection import Patterns, matching, parameters
+from ortgrad.training.selection import Patterns, selected, settings_of
 from ortgrad.training.state import TrainingState
 from ortgrad.training.statistics import separate_statistics, untrained_normalizations, warn_of_merged
 
@@ -126,16 +125,16 @@ class Trainer:
         self.accumulate, self._seed = accumulate, seed
         self._threads = thread_count(threads)
         proto = load_model(model)
-        names = parameters(proto, wrt, exclude=exclude)
+        names = selected(proto, wrt, exclude)
         if not names:
             raise TrainingModelError(f"the model has no parameters to train{why_none(proto)}")
-        settings = _settings(names, self.optimizer, groups or {})
+        settings = settings_of(proto, names, self.optimizer, groups or {})
         # Parameters with the same settings lie side by side.
         order = sorted(names, key=lambda name: list(dict.fromkeys(settings.values())).index(settings[name]))
         linear = linear_parameters(proto)
         base = with_weights_outside(proto, [name for name in names if name not in linear])
         base, added = separate_statistics(base, names)
-        warn_of_merged(base, names)
+        warn_of_merged(proto, names)
         # Functions are inlined, so that the weights in them can be set.
         self._source: ModelLike = base if proto.functions or added else model
         base = in_single_precision(open_linear_models(base))
@@ -156,7 +155,7 @@ class Trainer:
             order = [each for each in order if each in reached]
             if not order:
                 raise TrainingModelError("the loss does not depend on any parameter of the model")
-        known = names if wrt is None and exclude is None else parameters(proto)
+        known = names if wrt is None and exclude is None else selected(proto)
         self._engine = Engine(
             made,
             order,
@@ -464,27 +463,6 @@ def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> An
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__}, not a name or an optimizer")
     return optimizer if learning_rate is None else replace(optimizer, learning_rate=learning_rate)
-
-
-def _settings(
-    names: Sequence[str], optimizer: AnyOptimizer, groups: Mapping[str, Mapping[str, float]]
-) -> dict[str, tuple[float, float]]:
-    """Return learning rate and weight decay of every parameter."""
-    for pattern, options in groups.items():
-        matching("groups", [pattern], names)
-        unknown = set(options) - {"learning_rate", "weight_decay"}
-        if unknown or not all(math.isfinite(value) and value >= 0 for value in options.values()):
-            raise TrainingError(
-                f"groups={{{pattern!r}: {dict(options)}}}: a group has a learning_rate and a weight_decay"
-            )
-    result = {}
-    for name in names:
-        chosen = {"learning_rate": optimizer.learning_rate, "weight_decay": optimizer.weight_decay}
-        for pattern, options in groups.items():
-            if name == pattern or fnmatchcase(name, pattern):
-                chosen.update(options)
-        result[name] = (chosen["learning_rate"], chosen["weight_decay"])
-    return result
 
 
 def _blocks(state: TrainingState, settings: Mapping[str, tuple[float, float]]) -> list[_Block]:

@@ -1,0 +1,70 @@
+"""The modules in which nodes are, by PyTorch's exporters, and what operands are called there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+import onnx
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+# What PyTorch's modules call the operands of their operators.
+_ROLES = {
+    "Conv": {1: "weight", 2: "bias"},
+    "ConvTranspose": {1: "weight", 2: "bias"},
+    "Gemm": {0: "weight", 1: "weight", 2: "bias"},
+    "Add": {0: "bias", 1: "bias"},
+    "InstanceNormalization": {1: "weight", 2: "bias"},
+    "LayerNormalization": {1: "weight", 2: "bias"},
+    "GroupNormalization": {1: "weight", 2: "bias"},
+    "BatchNormalization": {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"},
+}
+_RECURRENT = {1: ("weight_ih",), 2: ("weight_hh",), 3: ("bias_ih", "bias_hh")}
+
+
+def module_of(node: onnx.NodeProto) -> str:
+    """Return the name of the module in which the node is, as in `named_modules`; "" if it is not known."""
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
+    if scopes:
+        # The last scope is the call itself.
+        names = ast.literal_eval(scopes)[:-1]
+        return str(names[-1]) if names else ""
+    if not node.name.startswith("/"):
+        return ""
+    path: list[str] = []
+    for part in node.name.split("/")[1:-1]:
+        # A Sequential's own scope is followed by that of a member, which repeats its name.
+        if path and part.rpartition(".")[0] == path[-1]:
+            path.pop()
+        path.append(part)
+    return ".".join(path)
+
+
+def role_names(node: onnx.NodeProto, place: int, module: str, number: int) -> list[str]:
+    """Return what the module would call an operand of its node, the `number`-th of this operator in it."""
+    if not module:
+        return []
+    if node.op_type in ("LSTM", "GRU", "RNN"):
+        both = any(a.name == "direction" and a.s == b"bidirectional" for a in node.attribute)
+        names = [f"{role}_l{number}" for role in _RECURRENT.get(place, ())]
+        names += [f"{name}_reverse" for name in names] if both else []
+    else:
+        names = [_ROLES.get(node.op_type, {}).get(place, "weight")]
+    return [f"{module}.{name}" for name in names]
+
+
+def names_by_bias(graph: onnx.GraphProto, named: Callable[[str], bool]) -> dict[str, list[str]]:
+    """Return the names of matrices that are multiplied before a bias with a name is added."""
+    products: dict[str, onnx.NodeProto] = {}
+    found: dict[str, list[str]] = {}
+    for node in graph.node:
+        if node.op_type == "MatMul":
+            products[node.output[0]] = node
+        elif node.op_type == "Add":
+            for product, bias in (tuple(node.input), tuple(node.input)[::-1]):
+                module, _, last = bias.rpartition(".")
+                if product in products and named(bias) and last.endswith("bias"):
+                    weight = f"{module}." * bool(module) + last.removesuffix("bias") + "weight"
+                    for operand in products[product].input:
+                        found.setdefault(operand, []).append(weight)
+    return found
