@@ -191,7 +191,22 @@ SOFTMAX = "(float[N, 3] x) => (float[N, 3] y) { s = Neg(x) y = Softmax(s) }"
 @pytest.mark.parametrize(
     ("text", "loss", "options", "error", "words"),
     [
-        (SOFTMAX, "cross-entropy", {}, TrainingModelError, "output='s'"),
+        (SOFTMAX, "cross-entropy", {"axis": 0}, TrainingModelError, "output='s'"),
+        (SOFTMAX, "bce", {}, TrainingModelError, "loss is 'cross-entropy'"),
+        (
+            "(float[N, 3] x) => (float[N, 3] y) { y = Sigmoid(x) }",
+            "cross-entropy",
+            {},
+            TrainingModelError,
+            "'bce'",
+        ),
+        (
+            "(float[N, 1] x) => (float[N, 1] y) { y = Relu(x) }",
+            "cross-entropy",
+            {},
+            TrainingModelError,
+            "'bce'",
+        ),
         (SOFTMAX, "hinge", {}, TrainingError, "cross-entropy, mse"),
         (SOFTMAX, "mse", {"weight": [1.0]}, TrainingError, "weight"),
         (SOFTMAX, "mse", {"ignore_index": 1}, TrainingError, "ignore_index"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -46,6 +46,10 @@ def as_array(value: Any, what: str) -> np.ndarray:
 _HOST = (1, 3, 11)
 
 
+# The label that is ignored, among numbers of classes.
+NO_CLASS = -100
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of a model that the user feeds."""
@@ -53,12 +57,33 @@ class Inputs:
     names: Sequence[str]
     # The element types as NumPy has them; None if it has none for it.
     types: Mapping[str, np.dtype | None]
+    # The inputs of two dimensions with one column.
+    columns: Collection[str] = ()
+    target: str = ""
+    # The labels of the classes, if they are not their numbers, and the label that is to be ignored.
+    classes: np.ndarray | None = None
+    ignored: Any = None
 
     def fitted(self, name: str, value: Any) -> np.ndarray:
-        """Return a value as an array; integers of another size get the type of the input."""
-        array = as_array(value, f"the array of {name!r}")
-        wanted = self.types[name]
-        if wanted is not None and wanted != array.dtype and wanted.kind in "iu" and array.dtype.kind in "iu":
+        """Return a value as an array.
+
+        Integers of another size get the type of the input, and so do float16 for a model that is trained in
+        float32. Targets may be integers or bools for floating-point numbers, labels of classes for their
+        numbers, and a vector for one column.
+        """
+        array, wanted = as_array(value, f"the array of {name!r}"), self.types[name]
+        if name == self.target:
+            if self.classes is not None:
+                array = _numbers_of(array, self.classes, self.ignored, name)
+            if name in self.columns and array.ndim == 1:
+                array = array[:, np.newaxis]
+        if wanted is None or wanted == array.dtype:
+            return array
+        if wanted == np.float32 and array.dtype.name in ("float16", "bfloat16"):
+            return array.astype(wanted)
+        allowed = "iuf" if name == self.target else "iu"
+        given = "iub" if name == self.target else "iu"
+        if wanted.kind in allowed and array.dtype.kind in given:
             # A value that does not fit stays as it is, and is refused.
             converted = array.astype(wanted)
             return converted if np.array_equal(converted, array) else array
@@ -80,6 +105,31 @@ class Inputs:
                 f"{what} has {len(batch)} arrays; the model takes {len(self.names)}: {', '.join(self.names)}"
             )
         return [self.fitted(name, value) for name, value in zip(self.names, batch, strict=True)]
+
+
+def targeted(inputs: Inputs, target: str, classes: np.ndarray | None, ignored: Any) -> Inputs:
+    """Return the inputs with what is known about the target."""
+    return replace(inputs, target=target, classes=classes, ignored=ignored)
+
+
+def _numbers_of(labels: np.ndarray, classes: np.ndarray, ignored: Any, name: str) -> np.ndarray:
+    """Return the numbers of the classes that the labels are."""
+    if labels.dtype.kind in "OST":
+        labels = labels.astype(np.str_)
+    order = np.argsort(classes)
+    comparable = (labels.dtype.kind == "U") == (classes.dtype.kind == "U")
+    places = np.searchsorted(classes[order], labels) if comparable else np.zeros(labels.shape, np.int64)
+    numbers = order[np.minimum(places, len(classes) - 1)]
+    wrong = classes[numbers] != labels if comparable else np.ones(labels.shape, np.bool_)
+    if ignored is not None:
+        numbers = np.where(labels == ignored, NO_CLASS, numbers)
+        wrong &= labels != ignored
+    if wrong.any():
+        raise TrainingError(
+            f"{name!r} has the label {labels[wrong].reshape(-1)[0].item()!r}, but the classes of the model "
+            f"are {', '.join(repr(label) for label in classes.tolist()[:20])}"
+        )
+    return numbers.astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,10 @@ class Engine:
         self._reset = np.ones(1, np.bool_)
         self._session: BoundSession | None = None
         self._evaluating: BoundSession | None = None
-        kinds = {value.name: value.type.tensor_type.elem_type for value in self._graph.model.graph.input}
-        self.inputs = Inputs(
-            self._graph.user_inputs, {name: _numpy_type(kinds[name]) for name in self._graph.user_inputs}
-        )
+        fed = {v.name: v.type.tensor_type for v in self._graph.model.graph.input}
+        names = self._graph.user_inputs
+        columns = [name for name in names if len(dims := fed[name].shape.dim) == 2 and dims[1].dim_value == 1]
+        self.inputs = Inputs(names, {name: _numpy_type(fed[name].elem_type) for name in names}, columns)
 
     def _with_outputs(self, training: onnx.ModelProto) -> graphs.TrainingGraph:
         names = set(self.state.names)

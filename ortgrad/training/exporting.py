@@ -17,7 +17,9 @@ from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
 from ortgrad.training.checkpoint.state import Checkpoint, as_bytes, element_type
 from ortgrad.training.evaluation import for_inference
+from ortgrad.training.half_precision import HALVES, in_half_precision
 from ortgrad.training.inference import EXTERNAL_FROM, save_with_initializers
+from ortgrad.training.linear_models import set_linear_models
 from ortgrad.training.state import TrainingState
 
 
@@ -31,7 +33,7 @@ def export(
     BatchNormalization and Dropout are in inference mode, also if the model was written in training mode. (A
     mode of Dropout that is an input of the model remains one.) `state` is a Trainer, a Result, a
     CheckpointState, a Checkpoint, the path of a checkpoint, or arrays by name. All of its parameters must be
-    in the model, with the same shapes and types.
+    in the model, with the same shapes and types; those of a float16 model, trained in float32, are rounded.
 
     With a path, weights that are too large for one file go to a second one, `<path>.data`, and nothing is
     returned. A file keeps its old contents until the new ones are complete.
@@ -46,11 +48,15 @@ def export(
     """
     arrays = arrays_of(state)
     made = copy_of(load_model(model))
-    places = _places(made)
+    places, written = _places(made), set_linear_models(made, arrays)
     for name, array in arrays.items():
+        if name in written:
+            continue
         if name not in places:
             raise TrainingModelError(f"the model has no parameter {name!r}; is it the one that was trained?")
         tensor = places[name]
+        if tensor.data_type in HALVES and array.dtype == np.float32:
+            array = in_half_precision(name, array, tensor.data_type)
         if list(tensor.dims) != list(array.shape) or tensor.data_type != element_type(array):
             kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
             raise TrainingModelError(

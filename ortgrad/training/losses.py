@@ -10,12 +10,14 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortgrad.errors import ArgumentTypeError, ModelError, NameNotFoundError, TrainingError, TrainingModelError
+from ortgrad.errors import ArgumentTypeError, ModelError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
-from ortgrad.graph.protos import FLOATS, copy_of
+from ortgrad.graph.protos import copy_of
 from ortgrad.keywords import checked
 from ortgrad.training import onnxblock
+from ortgrad.training.linear_models import open_linear_models
 from ortgrad.training.onnxblock import graph as graphs
+from ortgrad.training.scores import output_of, scores_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from ortgrad.graph.recorder import Recorder
 
 LOSSES = ("cross-entropy", "mse", "l1", "huber", "bce")
-# What computes probabilities, where a loss takes scores.
-_PROBABILITIES = {"cross-entropy": "Softmax", "bce": "Sigmoid"}
 # Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
 _OLDEST_OPSET = 13
 Loss = str | Callable[..., Any] | onnxblock.Block
@@ -58,9 +58,10 @@ def add_loss(
     | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs like the output, or of the element type and shape in `types` |
     | a block of onnxblock | called with the names of output and, if given, target |
 
-    `output` is the first floating-point output unless it is named, and `target` the name of the target, which
-    becomes an input unless the model has it. `reduction` is "mean" (the default), "sum" or "none". An option
-    of another loss is an error.
+    `output` is the first floating-point output unless it is named. If it has probabilities (of a Softmax or a
+    Sigmoid, or in the maps of a classifier of scikit-learn), the loss is computed from their scores. `target`
+    is the name of the target, which becomes an input unless the model has it. `reduction` is "mean" (the
+    default), "sum" or "none". An option of another loss is an error.
 
     >>> import onnx
     >>> from ortgrad.training import add_loss
@@ -83,25 +84,38 @@ def add_loss(
         "delta": delta,
         "types": types,
     }
+    return with_loss(model, loss, output, target, name, given)[0]
+
+
+def with_loss(
+    model: ModelLike,
+    loss: Loss,
+    output: str | None,
+    target: str | None,
+    name: str,
+    given: Mapping[str, Any],
+) -> tuple[onnx.ModelProto, str, int | None]:
+    """Return the model with a loss, the name of its scores, and the dimension of the classes."""
     if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
         raise TrainingError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block")
-    check_options(loss, {key: value for key, value in given.items() if value is not None})
-    proto = copy_of(load_model(model))
+    options = {key: value for key, value in given.items() if value is not None}
+    check_options(loss, options)
+    proto = copy_of(open_linear_models(load_model(model)))
     if _opset(proto) < _OLDEST_OPSET:
         proto = _converted(proto)
     if graphs.exists(proto, name):
         raise TrainingModelError(f"the model has a value {name!r} already: give the loss another name")
-    source = output_of(proto, output)
-    if isinstance(loss, str) and loss in LOSSES:
-        _refuse_probabilities(proto, loss, source)
+    source, axis = output_of(proto, output), options.pop("axis", None)
+    if isinstance(loss, str):
+        usual = target or target_name(loss)
+        source, axis = scores_of(proto, loss, source, axis)
         if loss == "cross-entropy" and axis is None:
-            axis = class_axis(proto, source, target or target_name(loss))
-        block = _block(loss, reduction or "mean", weight, pos_weight, ignore_index, axis, delta)
-        return _with_block(proto, block, source, target or target_name(loss), name)
+            axis = class_axis(proto, source, usual)
+        return _with_block(proto, _block(loss, axis, **options), source, usual, name), source, axis
     if isinstance(loss, onnxblock.Block):
-        return _with_block(proto, loss, source, target, name)
+        return _with_block(proto, loss, source, target, name), source, None
     assert callable(loss)
-    return _recorded(_converted(proto), loss, source, target, name, types or {})
+    return _recorded(_converted(proto), loss, source, target, name, options.get("types", {})), source, None
 
 
 def target_name(loss: str) -> str:
@@ -159,12 +173,13 @@ def check_options(loss: Loss, given: Mapping[str, Any]) -> None:
 
 def _block(
     loss: str,
-    reduction: str,
-    weight: Any,
-    pos_weight: Any,
-    ignore_index: int | None,
     axis: int | None,
-    delta: float | None,
+    *,
+    reduction: str = "mean",
+    weight: Any = None,
+    pos_weight: Any = None,
+    ignore_index: int | None = None,
+    delta: float = 1.0,
 ) -> onnxblock.Block:
     """Return the block of a loss that has a name."""
     if loss == "cross-entropy":
@@ -172,31 +187,8 @@ def _block(
     if loss == "bce":
         return onnxblock.loss.BCEWithLogitsLoss(weight, reduction, pos_weight)
     if loss == "huber":
-        return _Huber(reduction, 1.0 if delta is None else delta)
+        return _Huber(reduction, delta)
     return onnxblock.loss.MSELoss(reduction) if loss == "mse" else onnxblock.loss.L1Loss(reduction)
-
-
-def output_of(model: onnx.ModelProto, output: str | None) -> str:
-    """Return the name of the value that a loss is of."""
-    if output is not None:
-        if not graphs.exists(model, output):
-            known = ", ".join(value.name for value in model.graph.output)
-            raise NameNotFoundError(f"output={output!r} is not a value of the model (its outputs: {known})")
-        return output
-    for value in model.graph.output:
-        if value.type.tensor_type.elem_type in FLOATS:
-            return value.name
-    raise TrainingModelError("the model has no floating-point output for a loss: name a value as output=")
-
-
-def _refuse_probabilities(model: onnx.ModelProto, loss: str, source: str) -> None:
-    """Raise an error if the loss would apply softmax or sigmoid a second time, which trains, but badly."""
-    for node in model.graph.node:
-        if source in node.output and node.op_type == _PROBABILITIES.get(loss):
-            raise TrainingModelError(
-                f"{loss} takes scores, but {source!r} is the result of a {node.op_type}: "
-                f"name its input, output={node.input[0]!r}"
-            )
 
 
 def class_axis(model: onnx.ModelProto, source: str, labels: str) -> int | None:

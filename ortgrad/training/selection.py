@@ -15,6 +15,7 @@ from ortgrad.graph.matching import left_out, matched, nearest, not_in_file
 from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FLOATS
 from ortgrad.keywords import checked, outside
+from ortgrad.training.linear_models import open_linear_models
 from ortgrad.training.optimizers.rules import AnyOptimizer
 from ortgrad.training.statistics import warn_of_merged
 
@@ -55,6 +56,7 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
 
 def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Patterns = None) -> list[str]:
     """Implement `parameters` without the warning about those that the exporter has changed."""
+    proto = open_linear_models(proto)
     found = _default(proto)
     origins = read_origins(proto)
     if patterns is not None:

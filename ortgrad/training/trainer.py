@@ -19,20 +19,13 @@ from ortgrad.keywords import checked
 from ortgrad.progress import Progress
 from ortgrad.threads import call_elsewhere
 from ortgrad.training import checkpoint as checkpoints
-from ortgrad.training.data import Batch, limited, samples, source_of
+from ortgrad.training.data import NO_CLASS, Batch, limited, samples, source_of, targeted
 from ortgrad.training.engine import Engine, with_weights_outside
 from ortgrad.training.epochs import Run
 from ortgrad.training.exporting import export
-from ortgrad.training.losses import (
-    LOSSES,
-    Declaration,
-    Loss,
-    add_loss,
-    check_options,
-    class_axis,
-    output_of,
-    target_name,
-)
+from ortgrad.training.half_precision import in_single_precision
+from ortgrad.training.linear_models import linear_parameters, open_linear_models, why_none
+from ortgrad.training.losses import LOSSES, Declaration, Loss, check_options, target_name, with_loss
 from ortgrad.training.metrics import Measurement, Metric, check_metric
 from ortgrad.training.onnxblock.graph import exists
 from ortgrad.training.optimizers import kernels
@@ -42,6 +35,7 @@ from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimize
 from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
 from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
 from ortgrad.training.schedules import Schedule, make_schedule, needs_total
+from ortgrad.training.scores import are_numbers, classes_of, influencing, output_of
 from ortgrad.training.selection import Patterns, selected, settings_of
 from ortgrad.training.state import TrainingState
 from ortgrad.training.statistics import separate_statistics, untrained_normalizations, warn_of_merged
@@ -133,33 +127,49 @@ class Trainer:
         proto = load_model(model)
         names = selected(proto, wrt, exclude)
         if not names:
-            raise TrainingModelError("the model has no parameters to train: name them in wrt")
+            raise TrainingModelError(f"the model has no parameters to train{why_none(proto)}")
         settings = settings_of(proto, names, self.optimizer, groups or {})
         # Parameters with the same settings lie side by side.
         order = sorted(names, key=lambda name: list(dict.fromkeys(settings.values())).index(settings[name]))
-        base = with_weights_outside(proto, names)
+        linear = linear_parameters(proto)
+        base = with_weights_outside(proto, [name for name in names if name not in linear])
         base, added = separate_statistics(base, names)
         warn_of_merged(proto, names)
         # Functions are inlined, so that the weights in them can be set.
         self._source: ModelLike = base if proto.functions or added else model
+        base = in_single_precision(open_linear_models(base))
         given = {"reduction": reduction, "weight": weight, "pos_weight": pos_weight, "delta": delta}
         given |= {"ignore_index": ignore_index, "axis": axis, "types": types}
         options = {key: value for key, value in given.items() if value is not None}
-        with_loss, name, self._output = _with_loss(base, loss, output, target, options)
-        self._ignored, self._axis = ignore_index, axis
-        if loss == "cross-entropy" and self._axis is None:
-            self._axis = class_axis(base, self._output, target or target_name(loss))
+        classes = None
+        if loss in ("cross-entropy", "bce"):
+            classes = classes_of(proto)
+            classes = None if classes is None or are_numbers(classes) else classes
+            if classes is not None and ignore_index is not None:
+                options["ignore_index"] = NO_CLASS
+        made, name, self._output, scores, self._axis = _with_loss(base, loss, output, target, options)
+        self._ignored = options.get("ignore_index")
+        if wrt is None:
+            # Weight decay would change what has no gradient.
+            reached = influencing(made, name)
+            order = [each for each in order if each in reached]
+            if not order:
+                raise TrainingModelError("the loss does not depend on any parameter of the model")
         known = names if wrt is None and exclude is None else selected(proto)
         self._engine = Engine(
-            with_loss,
+            made,
             order,
             name,
-            [self._output],
+            list(dict.fromkeys([self._output, scores])),
             accumulates=accumulate > 1,
             threads=threads,
             untrained=untrained_normalizations(base, names, known, statistics),
         )
         self._target = target or _target(loss, self._engine.inputs.names)
+        if loss == "bce" and self._target not in self._engine.inputs.columns:
+            # Several columns are classes of their own, each of which a sample may have.
+            classes = None
+        self._engine.inputs = targeted(self._engine.inputs, self._target, classes, ignore_index)
         self._blocks = _blocks(self.state, settings)
         self._group = self.state.group(GROUP, self.optimizer.momentums)
         for arena in self._group.momentums.values() if self.optimizer.initial else ():
@@ -404,12 +414,14 @@ class Trainer:
         total, count = 0.0, 0
         for number, batch in enumerate(source.begin(0, 0)):
             try:
-                loss, output = self._engine.evaluate(batch)
+                loss, *outputs = self._engine.evaluate(batch)
             except TrainingError as error:
                 raise type(error)(f"batch {number} of the held-out data: {error}") from error
             size = samples(batch)
             total, count = total + float(loss.reshape(())) * size, count + size
             if measured is not None:
+                # The last ones are the scores, of which an output may have the probabilities.
+                output = outputs[-1 if metric == "accuracy" else 0]
                 measured.add(output, batch[self._engine.inputs.names.index(self._target)])
         return total / max(1, count), None if measured is None else measured.value()
 
@@ -466,20 +478,21 @@ def _with_loss(
     output: str | None,
     target: str | None,
     options: Mapping[str, Any],
-) -> tuple[onnx.ModelProto, str, str]:
-    """Return the model with its loss, the name of the loss, and the output that is evaluated."""
+) -> tuple[onnx.ModelProto, str, str, str, int | None]:
+    """Return the model with its loss, and the names of the loss, of the output and of its scores.
+
+    The last one is the dimension of the classes.
+    """
     if isinstance(loss, str) and loss not in LOSSES and exists(model, loss):
         check_options(loss, options)
         outputs = [value.name for value in model.graph.output if value.name != loss]
-        return model, loss, output or (outputs[0] if outputs else loss)
+        chosen = output or (outputs[0] if outputs else loss)
+        return model, loss, chosen, chosen, None
     name = "loss"
     while exists(model, name):
         name += "_"
-    return (
-        add_loss(model, loss, output=output, target=target, name=name, **options),
-        name,
-        output_of(model, output),
-    )
+    made, scores, axis = with_loss(model, loss, output, target, name, options)
+    return made, name, output_of(model, output), scores, axis
 
 
 def _target(loss: Loss, inputs: Sequence[str]) -> str:

@@ -93,7 +93,16 @@ def check(model: onnx.ModelProto) -> None:
 
 def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of the model, without its weights, in which onnx has inferred types and shapes."""
-    result: onnx.ModelProto = with_schemas(onnx.shape_inference.infer_shapes, without_weights(model))
+    light = without_weights(model)
+    if any(node.domain == "ai.onnx.ml" for node in model.graph.node):
+        # For most of these operators, onnx infers nothing.
+        from ortgrad.graph.inference import infer_types  # onnx-ir is slow to import
+        from ortgrad.graph.serialization import read, write
+
+        found = read(light)
+        infer_types(found)
+        return write(found, light)
+    result: onnx.ModelProto = with_schemas(onnx.shape_inference.infer_shapes, light)
     return result
 
 

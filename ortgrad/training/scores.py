@@ -1,0 +1,244 @@
+"""What a loss is of: the scores behind a model's probabilities, and the classes that its labels are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ortgrad.errors import NameNotFoundError, TrainingModelError
+from ortgrad.graph.protos import FLOATS, dependencies
+from ortgrad.training.linear_models import ML
+from ortgrad.training.onnxblock import graph as graphs
+
+_COPIES = ("Identity", "Cast")
+
+
+def output_of(model: onnx.ModelProto, output: str | None) -> str:
+    """Return the name of the value that a loss is of; of a ZipMap, the tensor that it makes maps of."""
+    producers = _producers(model)
+    if output is not None:
+        if not graphs.exists(model, output):
+            known = ", ".join(value.name for value in model.graph.output)
+            raise NameNotFoundError(f"output={output!r} is not a value of the model (its outputs: {known})")
+        return _before_map(producers, output)
+    sliced = _before_columns(model, producers)
+    if sliced is not None:
+        return sliced
+    for value in model.graph.output:
+        source = _before_map(producers, value.name)
+        if value.type.tensor_type.elem_type in FLOATS or source != value.name:
+            return source
+    raise TrainingModelError("the model has no floating-point output for a loss: name a value as output=")
+
+
+def _before_map(producers: Mapping[str, onnx.NodeProto], name: str) -> str:
+    node = producers.get(name)
+    return node.input[0] if node is not None and (node.domain, node.op_type) == (ML, "ZipMap") else name
+
+
+def _before_columns(model: onnx.ModelProto, producers: Mapping[str, onnx.NodeProto]) -> str | None:
+    """Return the probabilities of which the outputs are the columns, as skl2onnx writes them on request."""
+    floats = [v for v in model.graph.output if v.type.tensor_type.elem_type in FLOATS]
+    if model.producer_name != "skl2onnx" or len(floats) < 2:
+        return None
+    vectors = [producers.get(value.name) for value in floats]
+    slices = [
+        producers.get(node.input[0]) for node in vectors if node is not None and node.op_type == "Reshape"
+    ]
+    sources = {node.input[0] if node is not None and node.op_type == "Slice" else "" for node in slices}
+    return sources.pop() if len(slices) == len(floats) and len(sources) == 1 and "" not in sources else None
+
+
+def scores_of(model: onnx.ModelProto, loss: str, source: str, axis: int | None) -> tuple[str, int | None]:
+    """Return the scores whose probabilities `source` is, or `source` if it has scores itself.
+
+    Also returns the dimension of the classes, if that is given as `axis` or a Softmax tells it. The scores
+    may need a few nodes, which are added to the model. A loss that does not fit the probabilities is
+    refused: it would train, but badly.
+    """
+    producers = _producers(model)
+    node, name = _behind_copies(producers, source)
+    if node is None:
+        return source, axis
+    kind = node.op_type if node.domain in ("", "ai.onnx", ML) else ""
+    if kind == "Normalizer":
+        inner, inner_name = _behind_copies(producers, node.input[0])
+        if inner is not None and inner.op_type == "Softmax":
+            # What a Softmax returns has a norm of 1 already.
+            node, name, kind = inner, inner_name, "Softmax"
+    positive = _positive(model, producers, node) if kind == "Concat" else None
+    if loss == "cross-entropy":
+        if kind == "Softmax":
+            return _before_softmax(model, node, source, axis)
+        if kind == "Sigmoid":
+            raise TrainingModelError(
+                f"{source!r} is the result of a Sigmoid, a probability of its own for every column: the loss "
+                "of such models is 'bce', with a target of the same shape"
+            )
+        if positive is not None:
+            return _two_scores(model, positive), axis
+        if kind == "Normalizer" or (kind == "Div" and _is_mapped(model, source)):
+            # They add up to 1, so that their logarithms are scores. Those of a Sigmoid do not underflow.
+            single = _before_sigmoid(producers, node.input[0])
+            if single is None:
+                return _add(model, "Log", [name]), axis
+            minus = _add(model, "Neg", [single])
+            return _add(model, "Neg", [_add(model, "Softplus", [minus])]), axis
+        if _is_column(model, source):
+            classes = classes_of(model)
+            if classes is None or len(classes) != 2:
+                raise TrainingModelError(
+                    f"{source!r} has one column, and cross-entropy needs one for each class: the loss of a "
+                    "single score for two classes is 'bce'"
+                )
+            return _two_scores(model, source), axis
+    elif loss == "bce":
+        if kind == "Sigmoid":
+            return node.input[0], axis
+        if positive is not None:
+            return positive, axis
+        if kind in ("Softmax", "Normalizer"):
+            raise TrainingModelError(
+                f"{source!r} has the probabilities of a {kind}, which add up to 1: their loss is "
+                "'cross-entropy', with the classes as labels"
+            )
+    if loss in ("cross-entropy", "bce") and _is_mapped(model, source) and kind not in _SCORES:
+        raise TrainingModelError(
+            f"{source!r} is computed by the {node.op_type} node {node.name!r}, and may be scores or "
+            "probabilities: name the scores as output=, or write the loss as a function of the output"
+        )
+    return source, axis
+
+
+def _before_softmax(
+    model: onnx.ModelProto, node: onnx.NodeProto, source: str, axis: int | None
+) -> tuple[str, int | None]:
+    """Return the scores that a Softmax makes probabilities of, and the dimension of the classes."""
+    scores = node.input[0]
+    rank = len(graphs.find_value(model, scores).type.tensor_type.shape.dim)
+    own = next((int(a.i) for a in node.attribute if a.name == "axis"), -1)
+    if axis is not None and rank and (axis - own) % rank:
+        raise TrainingModelError(
+            f"{source!r} is the result of a Softmax along axis {own}, which is not that of the classes, "
+            f"axis={axis}: if the classes are there, name its input, output={scores!r}"
+        )
+    return scores, axis if axis is not None or rank <= 2 else own % rank
+
+
+# Operators that compute scores, not probabilities, in front of a ZipMap.
+_SCORES = ("Add", "Gemm", "MatMul", "LogSoftmax")
+
+
+def _is_column(model: onnx.ModelProto, name: str) -> bool:
+    try:
+        dims = graphs.find_value(model, name).type.tensor_type.shape.dim
+    except NameNotFoundError:
+        return False
+    return len(dims) == 2 and dims[1].dim_value == 1
+
+
+def _before_sigmoid(producers: Mapping[str, onnx.NodeProto], name: str) -> str | None:
+    """Return s if a value is Sigmoid(s), which skl2onnx also writes as 1 / (1 + exp(-s)) + 0."""
+    node = producers.get(name)
+    if node is not None and node.op_type == "Sigmoid":
+        return node.input[0]
+    for op_type in ("Add", "Reciprocal", "Add", "Exp", "Mul"):
+        if node is None or node.op_type != op_type:
+            return None
+        name = node.input[0]
+        node = producers.get(name)
+    return name
+
+
+def _is_mapped(model: onnx.ModelProto, name: str) -> bool:
+    return any(node.op_type == "ZipMap" and name in node.input for node in model.graph.node)
+
+
+def _positive(
+    model: onnx.ModelProto, producers: Mapping[str, onnx.NodeProto], node: onnx.NodeProto
+) -> str | None:
+    """Return the score s of a Concat of two columns: 1 - p and p = Sigmoid(s), or -s and s."""
+    if len(node.input) != 2:
+        return None
+    first, positive = producers.get(node.input[0]), node.input[1]
+    if first is None:
+        return None
+    if first.op_type == "Neg" and first.input[0] == positive:
+        return positive
+    constants = {t.name: t for t in model.graph.initializer}
+    if first.op_type == "Mul" and positive in first.input:
+        factor = next((name for name in first.input if name != positive), "")
+        return positive if _is_number(constants.get(factor), -1) else None
+    if first.op_type == "Sub" and first.input[1] == positive and _is_number(constants.get(first.input[0]), 1):
+        sigmoid, _ = _behind_copies(producers, positive)
+        return sigmoid.input[0] if sigmoid is not None and sigmoid.op_type == "Sigmoid" else None
+    return None
+
+
+def _is_number(tensor: onnx.TensorProto | None, number: float) -> bool:
+    return tensor is not None and bool(np.all(numpy_helper.to_array(tensor) == number))
+
+
+def _two_scores(model: onnx.ModelProto, positive: str) -> str:
+    """Return [0, s], whose Softmax is [1 - p, p] with p = Sigmoid(s)."""
+    zero = _add(model, "Sub", [positive, positive])
+    return _add(model, "Concat", [zero, positive], axis=1)
+
+
+def _add(model: onnx.ModelProto, op_type: str, inputs: list[str], **attributes: Any) -> str:
+    """Add a node behind those that it reads and return the name of its output."""
+    name = graphs.generate_graph_name(op_type)
+    model.graph.node.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
+    return name
+
+
+def _producers(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    return {name: node for node in model.graph.node for name in node.output if name}
+
+
+def _behind_copies(producers: Mapping[str, onnx.NodeProto], name: str) -> tuple[onnx.NodeProto | None, str]:
+    """Return the node that computes a value, and the value, behind nodes that only copy it."""
+    node = producers.get(name)
+    while node is not None and node.op_type in _COPIES:
+        name = node.input[0]
+        node = producers.get(name)
+    return node, name
+
+
+def classes_of(model: onnx.ModelProto) -> np.ndarray | None:
+    """Return the labels of the classes if the model says them: numbers or strings."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    producers = _producers(model)
+    for node in reversed(model.graph.node):
+        if node.op_type in ("ArrayFeatureExtractor", "Gather") and node.input[0] in constants:
+            index, _ = _behind_copies(producers, node.input[1])
+            if index is not None and index.op_type == "ArgMax":
+                return _labels(numpy_helper.to_array(constants[node.input[0]]).reshape(-1))
+        for attribute in node.attribute if node.domain == ML else ():
+            if attribute.name.startswith("classlabels_"):
+                return _labels(np.array(helper.get_attribute_value(attribute)))
+    return None
+
+
+def are_numbers(classes: np.ndarray) -> bool:
+    """Return whether the classes are 0, 1, 2, ..., as a loss takes them."""
+    return classes.dtype.kind in "iu" and bool(np.array_equal(classes, np.arange(len(classes))))
+
+
+def _labels(found: np.ndarray) -> np.ndarray:
+    if found.dtype.kind in "iu":
+        return found
+    return np.array([text.decode() if isinstance(text, bytes) else str(text) for text in found.tolist()])
+
+
+def influencing(model: onnx.ModelProto, name: str) -> set[str]:
+    """Return the values that a value depends on."""
+    found = {name}
+    for node in reversed(model.graph.node):
+        if found.intersection(node.output):
+            found.update(dependencies(node))
+    return found
