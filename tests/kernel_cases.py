@@ -583,7 +583,7 @@ def gather(random: Random, dtype: Any) -> Case:
 
     def compute(t: Tensors) -> list[torch.Tensor]:
         chosen = t["X"].index_select(axis, t["I"].reshape(-1) % n)
-        return [chosen.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])]
+        return [chosen.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))]
 
     return forward(random, "Gather", {"X": x, "I": indices}, compute, ["X"], axis=axis)
 
@@ -669,7 +669,7 @@ def fused(random: Random, dtype: Any) -> Case:
         helper.make_node("Mul", ["t", "s"], ["m"]),
         helper.make_node("Add", ["m", "p"], ["out0"]),
     ]
-    return built(random, graph, feeds, seeds, list(feeds), single, double, "fused")
+    return built(random, graph, feeds, seeds, list(feeds), single, double, "fused", known=True)
 
 
 @kind
