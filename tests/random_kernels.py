@@ -3,7 +3,8 @@
     python tests/random_kernels.py --count 2000 --jobs 2              # a summary, and what failed
     python tests/random_kernels.py --kinds lstm --seed 17 --count 1   # one case
 
-Results must be right, and equal to the last bit on all numbers of threads.
+Results must be right, and equal to the last bit on all numbers of threads; except those that depend on what
+onnxruntime's own kernels compute.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import onnxruntime
 from kernel_cases import KINDS, Case, generate
 
 import ortgrad
+from ortgrad.pipelines.prepare import prepare_loaded
 from ortgrad.runtime import plans
 
 THREADS = (1, 2, 4)
+# onnxruntime's operators whose roundings depend on how it divides them among threads.
+OTHERS = ("Conv", "Gemm", "MatMul", "ReduceMean", "ReduceSum", "Sigmoid", "Tanh")
 CHUNK = 52  # cases of a process
 
 
@@ -37,6 +41,7 @@ class Outcome:
     wrong: str = ""
     depends: str = ""
     kernels: list[str] = field(default_factory=list)  # that ran
+    compared: int = 0  # results on several numbers of threads
 
 
 def run(case: Case, threads: int) -> dict[str, np.ndarray]:
@@ -61,13 +66,24 @@ def check(case: Case, threads: Sequence[int] = THREADS) -> Outcome:
 
     with mock.patch.object(plans, "_make_plan", recording):
         results = [run(case, count) for count in threads]
+    others = _of_others(case)
     for name, found in results[0].items():
         outcome.wrong = outcome.wrong or differs(found, case.single[name], case.double[name], name)
+        outcome.compared += name not in others
         for count, other in zip(threads[1:], results[1:], strict=True):
-            if not np.array_equal(found, other[name], equal_nan=True):
+            if name not in others and not np.array_equal(found, other[name], equal_nan=True):
                 most = np.abs(found.astype(np.float64) - other[name]).max()
                 outcome.depends += f"{name} differs on {count} threads by {most:.2g}; "
     return outcome
+
+
+def _of_others(case: Case) -> set[str]:
+    """Return the values that depend on what onnxruntime's own kernels compute."""
+    found: set[str] = set()
+    for node in prepare_loaded(case.model, "compiled", bodies=False).graph.node:
+        if (node.domain == "" and node.op_type in OTHERS) or not found.isdisjoint(node.input):
+            found.update(node.output)
+    return found
 
 
 def differs(found: np.ndarray, single: np.ndarray, double: np.ndarray, name: str) -> str:
@@ -112,18 +128,20 @@ def main() -> None:
         for row in rows(given.kinds, json.loads(given.seeds), given.threads):
             print(json.dumps(row), flush=True)
         return
-    start, wrong, depends, kinds, kernels = time.time(), 0, 0, Counter[str](), Counter[str]()
+    start, wrong, depends, compared = time.time(), 0, 0, 0
+    kinds, kernels = Counter[str](), Counter[str]()
     for row in _in_processes(given):
         kinds[row["kind"]] += 1
         kernels.update(set(row["kernels"]))
         wrong, depends = wrong + bool(row["wrong"]), depends + bool(row["depends"])
+        compared += row["compared"]
         if row["wrong"] or row["depends"]:
             print(
                 f"{row['kind']} {row['seed']}: {row['wrong']} {row['depends']}\n    {row['text']}", flush=True
             )
     counts = ", ".join(map(str, given.threads))
     print(f"\n{sum(kinds.values())} cases on {counts} threads, {time.time() - start:.0f} s: ", end="")
-    print(f"{wrong} wrong, {depends} that depend on the threads")
+    print(f"{wrong} wrong, {depends} that depend on the threads ({compared} results compared)")
     print(f"{len(kernels)} kernels: {' '.join(f'{n} {c}' for n, c in sorted(kernels.items()))}")
 
 
@@ -138,7 +156,13 @@ def _in_processes(given: argparse.Namespace) -> Iterator[dict]:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         found = [json.loads(line) for line in done.stdout.splitlines()]
         if done.returncode != 0:
-            died = {"seed": seeds[first + len(found)], "kind": "a process", "text": "", "kernels": []}
+            died = {
+                "seed": seeds[first + len(found)],
+                "kind": "a process",
+                "text": "",
+                "kernels": [],
+                "compared": 0,
+            }
             found.append({**died, "wrong": f"ended with {done.returncode}", "depends": ""})
         return found
 

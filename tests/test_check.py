@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -324,6 +325,48 @@ def test_what_rounding_hides_is_not_judged() -> None:
     }"""
     (row,) = ortgrad.check_gradients(onnx.parser.parse_model(text)).rows
     # Single precision loses x altogether; in double the gradient is right.
+    assert row.ok and "in double only: float32 is imprecise here" in row.note
+
+
+def test_gradients_that_cancel_behind_equal_columns() -> None:
+    """The gradient of what a normalization reads adds up to 0, and a matrix of ones multiplies the roundings.
+
+    PyTorch's float32 gradient is off as well; in float64 all agree.
+    """
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        g (float[2,3,64] x, float[2,3,64] z) => (float[2,3,64] y) {
+            h, , , s = com.microsoft.SkipLayerNormalization(x, z, w, b)
+            p = MatMul(h, ones)
+            q = MatMul(p, ones)
+            y = com.microsoft.SkipLayerNormalization(q, s, w, b)
+        }"""
+    )
+    weights = {"w": np.ones(64), "b": np.ones(64), "ones": np.ones((64, 64))}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(a.astype(np.float32), n) for n, a in weights.items()
+    )
+    random = np.random.default_rng(0)
+    feeds = {n: random.standard_normal((2, 3, 64)).astype(np.float32) for n in ("x", "z")}
+    seed = random.standard_normal((2, 3, 64)).astype(np.float32)
+    expected = {}
+    for precision in (torch.float32, torch.float64):
+        x, z, w, b, ones, dy = (
+            torch.tensor(a, dtype=precision) for a in (*feeds.values(), *weights.values(), seed)
+        )
+        w.requires_grad_()
+        h = torch.nn.functional.layer_norm(x + z, (64,), w, b, 1e-12)
+        y = torch.nn.functional.layer_norm(h @ ones @ ones + x + z, (64,), w, b, 1e-12)
+        expected[precision] = torch.autograd.grad(y, w, dy)[0].numpy()
+    right = expected[torch.float64]
+    assert np.abs(expected[torch.float32] - right).max() > 1e-3 * np.abs(right).max()
+    double = ortgrad.build_gradient_model(in_double(model), wrt=["w"])
+    given = {**feeds, "y_grad": seed}
+    found = ortgrad.InferenceSession(double).run(
+        ["w_grad"], {n: a.astype(np.float64) for n, a in given.items()}
+    )[0]
+    np.testing.assert_allclose(found, right, atol=1e-6)
+    (row,) = ortgrad.check_gradients(model, feeds, wrt=["w"]).rows
     assert row.ok and "in double only: float32 is imprecise here" in row.note
     # Nothing but onnxruntime has this operator, and only in single precision.
     text = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>

@@ -29,7 +29,7 @@ from ortgrad.fusion.kernel import fused_operator
 from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
-from ortgrad.runtime import c_api
+from ortgrad.runtime import c_api, plans
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
 
@@ -83,6 +83,54 @@ def test_more_shapes_than_plans() -> None:
         for size in range(400):
             feeds = arrays(size, seed=size)
             np.testing.assert_array_equal(session.run(None, feeds)[0], expected(feeds))
+
+
+def test_the_plan_that_was_not_used_for_the_longest_time_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, ...]] = []
+    make = plans._make_plan
+
+    def counting(kernel: Any, call: Any, inputs: Any) -> Any:
+        made.append(inputs[0].shape)
+        return make(kernel, call, inputs)
+
+    monkeypatch.setattr(plans, "_make_plan", counting)
+    session = relu_session()
+
+    def run(size: int) -> None:
+        feeds = arrays(size, seed=size)
+        np.testing.assert_array_equal(session.run(None, feeds)[0], expected(feeds))
+
+    most = layout.MOST_PLANS
+    for size in range(1, 2 * most + 50):
+        run(size)
+        run(3)  # a shape that is always in use
+    assert len(made) == 2 * most + 49
+    made.clear()
+    for size in range(most + 55, 2 * most + 50):
+        run(size)
+    assert made == []
+    run(4)
+    assert made == [(4,)]
+
+
+def test_plans_are_replaced_while_other_threads_use_them() -> None:
+    session, failures = relu_session(), []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for size in random.integers(0, 2 * layout.MOST_PLANS, 700):
+            feeds = arrays(int(size), seed=int(size))
+            if not np.array_equal(session.run(None, feeds)[0], expected(feeds)):
+                failures.append(size)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert failures == []
 
 
 def test_more_dimensions_than_compiled_code_reads() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import helper, numpy_helper
@@ -103,6 +104,36 @@ def test_gradient_is_autograds(
     op_type: str, own: Mapping[str, int] | None, direction: str, lengths: Sequence[int] | None
 ) -> None:
     check(Case("case", op_type, direction=direction, lengths=lengths, own=own))
+
+
+@kinds
+@pytest.mark.parametrize("direction", ["reverse", "bidirectional"])
+def test_a_row_without_steps_does_not_depend_on_its_initial_state(
+    op_type: str, own: Mapping[str, int] | None, direction: str
+) -> None:
+    """By differences of onnxruntime's own operator, whose states are 0 there."""
+    sizes = {"steps": 3, "inputs": 2, "hidden": 2, "lengths": (0, 3, 1)}
+    case = Case("empty", op_type, direction=direction, own=own, **sizes)  # type: ignore[arg-type]
+    feeds, upstream = case.feeds(np.float32), case.upstream(np.float32)
+    model = make_model(case, feeds)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+    def total(h0: np.ndarray) -> float:
+        outputs = session.run(list(upstream), {**feeds, "H0": h0.astype(np.float32)})
+        return float(
+            sum((y.astype(np.float64) * upstream[n]).sum() for n, y in zip(upstream, outputs, strict=True))
+        )
+
+    expected = np.zeros(feeds["H0"].shape)
+    for place in np.ndindex(*expected.shape):
+        step = np.zeros(expected.shape)
+        step[place] = 2.0**-7
+        expected[place] = (total(feeds["H0"] + step) - total(feeds["H0"] - step)) / 2.0**-6
+    assert not expected[:, 0].any()
+    for kernels in KERNELS:
+        actual = gradients(model, feeds, upstream, ["H0"], kernels)["H0"]
+        np.testing.assert_allclose(actual, expected, atol=2e-3)
+        assert not actual[:, 0].any()
 
 
 @kinds

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ortgrad.compiled import layout
 from ortgrad.compiled.instructions import (
+    add_atomically,
     call2,
     call3,
     call5,
@@ -51,8 +52,13 @@ _ELEMENT, _MEMORY, _GUARDED, _PRODUCTS_OF_STATE, _TYPES = (
         *(layout.STATE_PRODUCTS, layout.STATE_TYPES),
     )
 )
-_PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
-    8 * place for place in (layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_FIELDS)
+_CLOCK, _ACTIVE = 8 * layout.STATE_CLOCK, 8 * layout.STATE_ACTIVE
+_PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_USED, _PLAN_FIELDS = (
+    8 * place
+    for place in (
+        *(layout.PLAN_KEY, layout.PLAN_OUTPUTS, layout.PLAN_BLOCK, layout.PLAN_USED),
+        layout.PLAN_FIELDS,
+    )
 )
 _TENSORS, _PHASE, _FAILED = 8 * layout.TENSORS, 8 * layout.CALL_PHASE, 8 * layout.CALL_FAILED
 _BLOCK_OF_CALL = 8 * layout.CALL_BLOCK
@@ -137,6 +143,10 @@ def _find_plan(state: int, key: int, length: int) -> int:
                     same = False
                     break
             if same:
+                # Threads that do this at once may leave an older time: it need not be exact.
+                clock = load(state + _CLOCK) + 1
+                store(state + _CLOCK, clock)
+                store(plan + _PLAN_USED, clock)
                 return plan
     return 0
 
@@ -251,11 +261,15 @@ def _compute(state: int, context: int) -> int:
 
 def compute(state: int, context: int) -> int:
     """Run a kernel; returns the address of onnxruntime's status, 0 for success."""
+    # While a call is under way it may hold a plan.
+    add_atomically(state + _ACTIVE, 1)
     if load(state + _GUARDED) == 0:
-        return _compute(state, context)
-    floats = flush_subnormals()
-    status = _compute(state, context)
-    restore_floats(floats)
+        status = _compute(state, context)
+    else:
+        floats = flush_subnormals()
+        status = _compute(state, context)
+        restore_floats(floats)
+    add_atomically(state + _ACTIVE, -1)
     return status
 
 

@@ -59,6 +59,18 @@ def store(_: Any, address: Any, value: Any) -> Any:
     return types.void(WORD, WORD), generate
 
 
+@intrinsic
+def add_atomically(_: Any, address: Any, value: Any) -> Any:
+    """Add to the 64-bit integer at an address, to which other threads add as well."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _WORD.as_pointer())
+        builder.atomic_rmw("add", place, arguments[1], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(WORD, WORD), generate
+
+
 # The bits of MXCSR, and of AArch64's FPCR, by which subnormal operands and results are zero.
 _FTZ_AND_DAZ, _FZ = 0x8040, 1 << 24
 

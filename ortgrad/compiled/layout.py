@@ -15,6 +15,8 @@ The state of a kernel, one per node:
                     they are not to be flushed
     STATE_PRODUCTS  addresses of onnxruntime's operators, one for each of PRODUCT_KINDS
     STATE_TYPES     onnxruntime's numbers of the element types of all inputs
+    STATE_CLOCK     number of calls that have found a plan
+    STATE_ACTIVE    number of calls that are under way, on all threads
     STATE_PLANS     number of plans, followed by the addresses of up to MOST_PLANS plans
 
 A plan says how the kernel runs on certain shapes:
@@ -22,6 +24,7 @@ A plan says how the kernel runs on certain shapes:
     PLAN_KEY        number of fields of the key
     PLAN_OUTPUTS    place of the shapes of the outputs: for each the rank and the sizes
     PLAN_BLOCK      place of the part that `block` reads (below)
+    PLAN_USED       the clock of the state when it was last used
     PLAN_FIELDS     the key: for each input the rank, the sizes and, if they belong to the key, the elements
 
     PHASES          number of phases; one begins when the tasks of the previous one are done
@@ -65,11 +68,13 @@ MOST_CONTENTS = 8
 KEY_SIZE = MOST_TENSORS * (1 + MOST_DIMENSIONS) + 64
 
 STATE_TYPES = STATE_PRODUCTS + len(PRODUCT_KINDS)
-STATE_PLANS = STATE_TYPES + MOST_TENSORS
+STATE_CLOCK = STATE_TYPES + MOST_TENSORS
+STATE_ACTIVE = STATE_CLOCK + 1
+STATE_PLANS = STATE_ACTIVE + 1
 MOST_PLANS = 256
 STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
 
-PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_FIELDS = range(4)
+PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_USED, PLAN_FIELDS = range(5)
 
 PHASES, SCRATCH_COUNT, SCRATCH_BYTES, SCRATCH_ROOM = range(4)
 PRODUCTS, PRODUCTS_BEFORE, PRODUCTS_AFTER, PHASE_FIELDS = range(4, 8)

@@ -22,11 +22,14 @@ from ortgrad.operators.compiled import CompiledKernel, Plan, Product, elementwis
 from ortgrad.operators.products import ROOM, Operation, operations
 from ortgrad.runtime.c_api import Products
 from ortgrad.runtime.evaluate import declared_shapes
+from ortgrad.threads import make_reentrant_lock
 
 # Elementary operations for which starting another thread pays off, and the limit of blocks.
 _WORK_PER_BLOCK = 1 << 15
 _MOST_BLOCKS = 64
 _ALIGNMENT = 64
+# Held while a plan is added to those of a kernel.
+_lock = make_reentrant_lock()
 
 
 class State:
@@ -40,6 +43,8 @@ class State:
         self._fields[layout.STATE_OBJECT] = id(owner)
         self._fields[layout.STATE_GUARDED] = guarded
         self._plans: list[np.ndarray] = []
+        # Plans that have been replaced, which calls on other threads may still hold.
+        self._replaced: list[np.ndarray] = []
         self._kernel: CompiledKernel | None = None
         self._products: Products | None = None
 
@@ -84,14 +89,31 @@ class State:
         plan = _make_plan(self._kernel, call, inputs)
         if plan is None:
             return False
-        count = int(self._fields[layout.STATE_PLANS])
-        if count < layout.MOST_PLANS:
-            # In this order: other threads may look for plans meanwhile, and an exception of a signal handler
-            # may end this function anywhere.
-            self._plans.append(plan)
-            self._fields[layout.STATE_PLANS + 1 + count] = plan.ctypes.data
-            self._fields[layout.STATE_PLANS] = count + 1
+        with _lock:
+            self._keep(plan)
         return _perform()(self.address, context, plan.ctypes.data) == 0
+
+    def _keep(self, plan: np.ndarray) -> None:
+        """Keep a plan for further calls, in place of the one that was not used for the longest time."""
+        place = int(self._fields[layout.STATE_PLANS])
+        if self._replaced and self._fields[layout.STATE_ACTIVE] == 1:
+            # Only this call is under way: the others that could have found these have ended.
+            found = {*self._fields[layout.STATE_PLANS + 1 : layout.STATE_PLANS + 1 + place].tolist()}
+            self._replaced = [each for each in self._replaced if each.ctypes.data in found]
+        if place == layout.MOST_PLANS:
+            if len(self._replaced) >= layout.MOST_PLANS:
+                return
+            place = min(range(place), key=lambda i: self._plans[i][layout.PLAN_USED])
+        plan[layout.PLAN_USED] = self._fields[layout.STATE_CLOCK]
+        # In this order: other threads may look for plans meanwhile, and an exception of a signal handler may
+        # end this function anywhere.
+        if place < len(self._plans):
+            self._replaced.append(self._plans[place])
+            self._plans[place] = plan
+        else:
+            self._plans.append(plan)
+        self._fields[layout.STATE_PLANS + 1 + place] = plan.ctypes.data
+        self._fields[layout.STATE_PLANS] = max(place + 1, self._fields[layout.STATE_PLANS])
 
 
 @functools.cache
@@ -130,7 +152,7 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
     begin = layout.PLAN_FIELDS + len(key)
     numbers: dict[str, Any] = {**call.attributes, **made.numbers}
     fields = _block_fields(kernel, made, numbers, _float_size(inputs))
-    return np.array([len(key), begin, begin + len(shapes), *key, *shapes, *fields], np.int64)
+    return np.array([len(key), begin, begin + len(shapes), 0, *key, *shapes, *fields], np.int64)
 
 
 def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any], item: int) -> list[int]:
