@@ -77,8 +77,8 @@ def set_linear_models(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) 
                 continue
             if arrays[name].shape != old.shape:
                 raise TrainingModelError(
-                    f"parameter {name!r} is {arrays[name].dtype}{list(arrays[name].shape)}, in the model it is "
-                    f"float{list(old.shape)}"
+                    f"parameter {name!r} is {arrays[name].dtype}{list(arrays[name].shape)}, in the model "
+                    f"it is float{list(old.shape)}"
                 )
             found.add(name)
             array = arrays[name].astype(np.float32)
