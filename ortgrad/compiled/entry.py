@@ -56,8 +56,12 @@ _PLAN_KEY, _PLAN_OUTPUTS, _PLAN_BLOCK, _PLAN_FIELDS = (
 )
 _TENSORS, _PHASE, _FAILED = 8 * layout.TENSORS, 8 * layout.CALL_PHASE, 8 * layout.CALL_FAILED
 _BLOCK_OF_CALL = 8 * layout.CALL_BLOCK
-_PHASES, _SCRATCH_COUNT, _SCRATCH_BYTES, _PHASE_FIELDS = (
-    8 * place for place in (layout.PHASES, layout.SCRATCH_COUNT, layout.SCRATCH_BYTES, layout.PHASE_FIELDS)
+_PHASES, _SCRATCH_COUNT, _SCRATCH_BYTES, _SCRATCH_ROOM, _PHASE_FIELDS = (
+    8 * place
+    for place in (
+        *(layout.PHASES, layout.SCRATCH_COUNT, layout.SCRATCH_BYTES, layout.SCRATCH_ROOM),
+        layout.PHASE_FIELDS,
+    )
 )
 _PRODUCTS, _PRODUCTS_BEFORE, _PRODUCTS_AFTER, _PRODUCT_SIZE, _MATRICES, _MATRIX_SIZE = (
     8 * place
@@ -69,9 +73,10 @@ _PRODUCTS, _PRODUCTS_BEFORE, _PRODUCTS_AFTER, _PRODUCT_SIZE, _MATRICES, _MATRIX_
 _START, _BYTES, _SHAPE = (
     8 * place for place in (layout.MATRIX_START, layout.MATRIX_BYTES, layout.MATRIX_SHAPE)
 )
+_TURN = layout.PRODUCT_KINDS.index("turn")
 _MOST_DIMENSIONS, _MOST_CONTENTS = layout.MOST_DIMENSIONS, layout.MOST_CONTENTS
 _key_fields = stack(layout.KEY_SIZE)
-_call_fields = stack(layout.TENSORS + layout.MOST_TENSORS)
+_call_fields = stack(layout.TENSORS + layout.MOST_TENSORS + 1)
 _answers = stack(3)
 
 
@@ -138,7 +143,7 @@ def _find_plan(state: int, key: int, length: int) -> int:
 
 @inner
 def _multiply(state: int, context: int, call: int, product: int, answers: int) -> bool:
-    """Let onnxruntime compute a product; return whether that succeeded."""
+    """Let onnxruntime compute a product, or turn a matrix; return whether that succeeded."""
     api, made, failed = load(state + _API), 0, False
     while made < 3 and not failed:
         matrix = product + _MATRICES + made * _MATRIX_SIZE
@@ -149,8 +154,9 @@ def _multiply(state: int, context: int, call: int, product: int, answers: int) -
         made += 0 if failed else 1
     if not failed:
         operator = load(state + _PRODUCTS_OF_STATE + 8 * load(product))
+        factors = 1 if load(product) == _TURN else 2
         # The result is the last matrix.
-        failed = _fails(api, call6(load(api + _INVOKE), context, operator, answers, 2, answers + 16, 1))
+        failed = _fails(api, call6(load(api + _INVOKE), context, operator, answers, factors, answers + 16, 1))
     for i in range(made):
         call2(load(api + _RELEASE_VALUE), load(answers + 8 * i), 0)
     return not failed
@@ -203,10 +209,11 @@ def _perform(state: int, context: int, plan: int, call: int, answers: int) -> bo
         memory, allocator = _allocate(state, context, size, answers)
         if memory == 0:
             return False
-        first = inputs + load(state + _OUTPUTS)
-        for i in range(load(part + _SCRATCH_COUNT)):
+        first, count = inputs + load(state + _OUTPUTS), load(part + _SCRATCH_COUNT)
+        for i in range(count):
             place = load(part + _PHASE_FIELDS + 16 * phases + 8 * i)
             store(call + _TENSORS + 8 * (first + i), memory + place)
+        store(call + _TENSORS + 8 * (first + count), memory + load(part + _SCRATCH_ROOM))
     succeeded = True
     product, before = part + 8 * load(part + _PRODUCTS), load(part + _PRODUCTS_BEFORE)
     for i in range(before):

@@ -13,7 +13,7 @@ The state of a kernel, one per node:
     STATE_MEMORY    address of onnxruntime's OrtMemoryInfo of ordinary memory
     STATE_GUARDED   address of the function that runs `block` on any thread, flushing subnormal numbers; 0 if
                     they are not to be flushed
-    STATE_PRODUCTS  addresses of onnxruntime's operators for products, one for each of PRODUCT_KINDS
+    STATE_PRODUCTS  addresses of onnxruntime's operators, one for each of PRODUCT_KINDS
     STATE_TYPES     onnxruntime's numbers of the element types of all inputs
     STATE_PLANS     number of plans, followed by the addresses of up to MOST_PLANS plans
 
@@ -26,17 +26,19 @@ A plan says how the kernel runs on certain shapes:
 
     PHASES          number of phases; one begins when the tasks of the previous one are done
     SCRATCH_COUNT   number of scratch tensors
-    SCRATCH_BYTES   size of the memory of all of them
+    SCRATCH_BYTES   size of the memory of all of them, and of the room for a matrix behind them
+    SCRATCH_ROOM    place of that room in the memory, in bytes
     PRODUCTS        place of the products
-    PRODUCTS_BEFORE number of products that onnxruntime computes before the phases
-    PRODUCTS_AFTER  number of products that it computes after them
+    PRODUCTS_BEFORE number of operations for products that onnxruntime performs before the phases
+    PRODUCTS_AFTER  number of those that it performs after them
     PHASE_FIELDS    for each phase the number of tasks, and of blocks into which they are divided;
                     then the place of each scratch tensor in the memory, in bytes;
                     then the sizes of all views, then the numbers
 
-A product has PRODUCT_SIZE fields: PRODUCT_KIND, and for each of its three matrices, from PRODUCT_MATRICES on,
+An operation has PRODUCT_SIZE fields: PRODUCT_KIND, and for each of its three matrices, the factors and the
+result, from PRODUCT_MATRICES on,
 
-    MATRIX_TENSOR   number of the tensor that contains it
+    MATRIX_TENSOR   number of the tensor that contains it; the room has the number after all tensors
     MATRIX_START    place of its first element in the tensor, in bytes
     MATRIX_BYTES    its size
     MATRIX_SHAPE    the number of rows, and that of columns
@@ -47,15 +49,15 @@ A call is what `block` receives:
     CALL_PHASE      number of the phase
     CALL_FAILED     set to 1 by a task that fails
     CALL_BLOCK      address of `block`
-    TENSORS         addresses of the data of all inputs, outputs and scratch tensors
+    TENSORS         addresses of the data of all inputs, outputs and scratch tensors, and of the room
 """
 
 from __future__ import annotations
 
 STATE_API, STATE_PYTHON, STATE_OBJECT, STATE_BLOCK, STATE_INPUTS, STATE_OUTPUTS, STATE_CONTENTS = range(7)
 STATE_ELEMENT, STATE_MEMORY, STATE_GUARDED, STATE_PRODUCTS = range(7, 11)
-# How the factors of a product are read: as they are, or one of them transposed.
-PRODUCT_KINDS = ("", "left", "right")
+# How the factors of a product are read: as they are, or transposed. "turn" transposes the left one, no more.
+PRODUCT_KINDS = ("", "left", "right", "both", "turn")
 # Limits of what compiled code reads: tensors of a node, dimensions of a tensor, elements in a key.
 MOST_TENSORS = 40
 MOST_DIMENSIONS = 8
@@ -69,7 +71,8 @@ STATE_SIZE = STATE_PLANS + 1 + MOST_PLANS
 
 PLAN_KEY, PLAN_OUTPUTS, PLAN_BLOCK, PLAN_FIELDS = range(4)
 
-PHASES, SCRATCH_COUNT, SCRATCH_BYTES, PRODUCTS, PRODUCTS_BEFORE, PRODUCTS_AFTER, PHASE_FIELDS = range(7)
+PHASES, SCRATCH_COUNT, SCRATCH_BYTES, SCRATCH_ROOM = range(4)
+PRODUCTS, PRODUCTS_BEFORE, PRODUCTS_AFTER, PHASE_FIELDS = range(4, 8)
 
 PRODUCT_KIND, PRODUCT_MATRICES = range(2)
 MATRIX_TENSOR, MATRIX_START, MATRIX_BYTES, MATRIX_SHAPE = range(4)

@@ -17,6 +17,7 @@ import numpy as np
 from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double
 from ortgrad.operators.compiled import Matrix, Plan, Product
 from ortgrad.operators.declaration import operator
+from ortgrad.operators.products import is_steady
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 from ortgrad.ops._transposition import turn
 from ortgrad.ops._windows import Windows, windows
@@ -83,8 +84,9 @@ def plan(
     products = few.rows * filters * channels
     few_tasks = Division.of(few, min(_TASKS, max(1, products // _PRODUCTS)), dx=few_dx, dw=few_dw)
     before, after = [], []
-    # Gemm would transpose W again for every sample.
-    turned = dx is not None and not few_dx and samples > 1
+    # Gemm would transpose W again for every sample. But where that would round differently on other numbers
+    # of threads, the transposed matrix would have to be turned back.
+    turned = dx is not None and not few_dx and samples > 1 and is_steady(channels, positions, filters)
     for n in range(samples if dx is not None and not few_dx else 0):
         into = Matrix("dx", channels, positions, n * channels * positions)
         grads = Matrix("dy", filters, positions, n * filters * positions)

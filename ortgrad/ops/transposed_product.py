@@ -2,7 +2,8 @@
 
 The gradient of a matrix of weights is the product of the transposed inputs and dY. onnxruntime's Gemm copies
 parts of a transposed left factor again for every block of columns. Here it is transposed once, before the
-product.
+product. So is B where the transposed product is computed, because that does not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from ortgrad.compiled.functions import TILE
 from ortgrad.operators.compiled import Matrix, Plan, Product
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
+from ortgrad.operators.products import is_steady
 from ortgrad.ops._transposition import turn
 
 if TYPE_CHECKING:
@@ -55,22 +57,36 @@ def plan(a: Sequence[int], b: Sequence[int], y: Sequence[int]) -> Plan | None:
     (terms, rows), columns = a, b[1]
     if not terms * rows * columns:
         return None
-    turned = terms >= FEWEST_TERMS
+    steady, exchanged = is_steady(rows, columns, terms), is_steady(columns, rows, terms)
+    turned = terms >= FEWEST_TERMS and (steady or exchanged)
+    both = turned and not steady
+    into = Matrix("y", rows, columns)
     left = Matrix("turned", rows, terms) if turned else Matrix("a", terms, rows)
-    into, right = Matrix("y", rows, columns), Matrix("b", terms, columns)
+    right = Matrix("turned_b", columns, terms) if both else Matrix("b", terms, columns)
+    turns = -(-rows // TILE) if turned else 0
     return Plan(
-        tasks=-(-rows // TILE) if turned else 0,
+        tasks=turns + (-(-columns // TILE) if both else 0),
         views=[(terms * rows,), (terms * columns,), (rows * columns,)],
-        numbers={"terms": terms},
-        work=terms * rows,
-        scratch=[(rows * terms if turned else 0,)],
-        after=[Product(into, left, right, "" if turned else "left")],
+        numbers={"terms": terms, "turns": turns},
+        work=terms * (rows + (columns if both else 0)),
+        scratch=[(rows * terms if turned else 0,), (columns * terms if both else 0,)],
+        after=[Product(into, left, right, "right" if both else "" if turned else "left")],
     )
 
 
-@transposed_product.compiled(views=[1] * 3, scratch=[1], plan=plan, products=True)
+@transposed_product.compiled(views=[1] * 3, scratch=[1, 1], plan=plan, products=True)
 def transposed_product_task(
-    task: int, a: np.ndarray, b: np.ndarray, y: np.ndarray, turned: np.ndarray, terms: int
+    task: int,
+    a: np.ndarray,
+    b: np.ndarray,
+    y: np.ndarray,
+    turned: np.ndarray,
+    turned_b: np.ndarray,
+    terms: int,
+    turns: int,
 ) -> None:
-    """Copy up to TILE columns of A into rows."""
-    turn(turned, a, task * TILE, terms)
+    """Copy up to TILE columns of A, or of B, into rows."""
+    if task < turns:
+        turn(turned, a, task * TILE, terms)
+    else:
+        turn(turned_b, b, (task - turns) * TILE, terms)

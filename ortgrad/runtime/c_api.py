@@ -29,7 +29,7 @@ _UNDEFINED = 0  # what is no tensor, and what a node leaves out
 _FAIL = 1
 _DEVICE, _DEFAULT_MEMORY = 0, 0  # OrtAllocatorType, OrtMemType
 _INT, _FLOAT = 1, 3  # OrtOpAttrType
-_GEMM_VERSION = 13
+_OPERATOR_VERSION = 13
 _MOST_DIMENSIONS = 64  # of a NumPy array
 _TABLE_SIZE = 512  # more functions than OrtApi has
 
@@ -167,7 +167,7 @@ class Memory:
 
 @dataclass(eq=False)
 class Products:
-    """onnxruntime's Gemm for compiled code, one for each of PRODUCT_KINDS; released with this object."""
+    """onnxruntime's operators for compiled code, one for each of PRODUCT_KINDS; released with this object."""
 
     element: int
     operators: list[int] = field(default_factory=list)
@@ -282,25 +282,35 @@ class Api:
         products = Products(ELEMENT_TYPES[element])
         weakref.finalize(products, _release_all, self._release_operator, products.operators).atexit = False
         for kind in PRODUCT_KINDS:
-            products.operators.append(self._gemm(info, products.element, kind))
+            if kind == "turn":
+                operator = self._operator(info, "Transpose", products.element, 1, {})
+            else:
+                operator = self._gemm(info, products.element, kind)
+            products.operators.append(operator)
         return products
 
     def _gemm(self, info: int, element: int, transposed: str) -> int:
         """Return a new Gemm of two matrices."""
-        integers = {b"transA": transposed == "left", b"transB": transposed == "right"}
+        integers = {b"transA": transposed in ("left", "both"), b"transB": transposed in ("right", "both")}
         numbers: dict[bytes, tuple[int, Any]] = {n: (_INT, c_int64(v)) for n, v in integers.items()}
         numbers |= {name: (_FLOAT, c_float(1)) for name in (b"alpha", b"beta")}
+        return self._operator(info, "Gemm", element, 2, numbers)
+
+    def _operator(
+        self, info: int, name: str, element: int, inputs: int, numbers: dict[bytes, tuple[int, Any]]
+    ) -> int:
+        """Return a new operator of onnxruntime with one output."""
         attributes = (c_void_p * len(numbers))()
         operator = c_void_p()
         try:
-            for i, (name, (type_, value)) in enumerate(numbers.items()):
+            for i, (key, (type_, value)) in enumerate(numbers.items()):
                 place = ctypes.addressof(attributes) + i * ctypes.sizeof(c_void_p)
-                self._check(self._create_attribute(name, byref(value), 1, type_, place))
+                self._check(self._create_attribute(key, byref(value), 1, type_, place))
             names, types = (c_char_p * 1)(b"T"), (c_int * 1)(element)
             self._check(
                 self._create_operator(
-                    *(info, b"Gemm", b"", _GEMM_VERSION, names, types, 1),
-                    *(attributes, len(attributes), 2, 1, byref(operator)),
+                    *(info, name.encode(), b"", _OPERATOR_VERSION, names, types, 1),
+                    *(attributes, len(attributes), inputs, 1, byref(operator)),
                 )
             )
         finally:

@@ -19,6 +19,7 @@ from ortgrad.compiled import layout, machine_code
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.call import Call
 from ortgrad.operators.compiled import CompiledKernel, Plan, Product, elementwise_plan
+from ortgrad.operators.products import ROOM, Operation, operations
 from ortgrad.runtime.c_api import Products
 from ortgrad.runtime.evaluate import declared_shapes
 
@@ -139,13 +140,17 @@ def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any]
     places = [0]
     for shape in plan.scratch:
         places.append(places[-1] + -(-math.prod(shape) * item // _ALIGNMENT) * _ALIGNMENT)
+    before, after = (_operations(kernel, plan, products) for products in (plan.before, plan.after))
+    matrices = [m for operation in (*before, *after) for m in operation[1:]]
+    room = max((m.rows * m.columns for m in matrices if m.tensor == ROOM), default=0)
     fields = [
         len(tasks),
         len(plan.scratch),
+        places[-1] + room * item,
         places[-1],
         0,  # the place of the products, which is not known yet
-        len(plan.before),
-        len(plan.after),
+        len(before),
+        len(after),
         *(number for count in tasks for number in (count, _blocks(count, work))),
         *places[:-1],
         *(size for view in (*plan.views, *plan.scratch) for size in view),
@@ -161,18 +166,26 @@ def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any]
             fields.append(_bits(value) if kind == "float" else int(value))
     fields += arrays
     fields[layout.PRODUCTS] = len(fields)
-    for product in (*plan.before, *plan.after):
-        fields += _product_fields(kernel, plan, product, item)
+    for operation in (*before, *after):
+        fields += _operation_fields(kernel, operation, item)
     return fields
 
 
-def _product_fields(kernel: CompiledKernel, plan: Plan, product: Product, item: int) -> list[int]:
-    """Return the fields of a product.
+def _operations(kernel: CompiledKernel, plan: Plan, products: Sequence[Product]) -> list[Operation]:
+    """Return the operations of all products.
 
-    Raises RegistrationError if the shapes of its matrices do not fit, or one exceeds its tensor.
+    Raises RegistrationError if the shapes of the matrices of one do not fit, or one exceeds its tensor.
     """
-    into, left, right, transposed = product
+    if not products:
+        return []
     sizes = dict(zip(kernel.names, map(math.prod, (*plan.views, *plan.scratch)), strict=True))
+    for product in products:
+        _check_product(kernel, product, sizes)
+    return [operation for product in products for operation in operations(product)]
+
+
+def _check_product(kernel: CompiledKernel, product: Product, sizes: Mapping[str, int]) -> None:
+    into, left, right, transposed = product
     of_left = (left.columns, left.rows) if transposed == "left" else (left.rows, left.columns)
     of_right = (right.columns, right.rows) if transposed == "right" else (right.rows, right.columns)
     fit = (
@@ -184,10 +197,15 @@ def _product_fields(kernel: CompiledKernel, plan: Plan, product: Product, item: 
         m.start < 0 or m.start + m.rows * m.columns > sizes[m.tensor] for m in (into, left, right)
     ):
         raise RegistrationError(f"a product of {kernel.function.__name__} cannot be computed: {product}")
-    fields = [layout.PRODUCT_KINDS.index(transposed)]
-    for m in (left, right, into):
-        place, size = kernel.names.index(m.tensor), m.rows * m.columns
-        fields += (place, m.start * item, size * item, m.rows, m.columns)
+
+
+def _operation_fields(kernel: CompiledKernel, operation: Operation, item: int) -> list[int]:
+    kind, *matrices = operation
+    names = [*kernel.names, ROOM]
+    fields = [layout.PRODUCT_KINDS.index(kind)]
+    for m in matrices:
+        size = m.rows * m.columns * item
+        fields += (names.index(m.tensor), m.start * item, size, m.rows, m.columns)
     return fields
 
 
