@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from ortgrad.errors import TrainingModelError
 from ortgrad.graph.protos import all_nodes, copy_of
 
 ML = "ai.onnx.ml"
@@ -72,8 +73,13 @@ def set_linear_models(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) 
     found: set[str] = set()
     for linear in list(_linear_models(model)):
         for name, old in linear.arrays.items():
-            if name not in arrays or arrays[name].shape != old.shape:
+            if name not in arrays:
                 continue
+            if arrays[name].shape != old.shape:
+                raise TrainingModelError(
+                    f"parameter {name!r} is {arrays[name].dtype}{list(arrays[name].shape)}, in the model "
+                    f"it is float{list(old.shape)}"
+                )
             found.add(name)
             array = arrays[name].astype(np.float32)
             array = np.concatenate([-array, array]) if linear.mirrored else array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortgrad.errors import ArgumentTypeError, ModelError, TrainingError, TrainingModelError
-from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.errors import ArgumentTypeError, ModelError, OrtgradError, TrainingError, TrainingModelError
+from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.protos import copy_of
 from ortgrad.keywords import checked
 from ortgrad.training import onnxblock
@@ -28,8 +29,8 @@ LOSSES = ("cross-entropy", "mse", "l1", "huber", "bce")
 # Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
 _OLDEST_OPSET = 13
 Loss = str | Callable[..., Any] | onnxblock.Block
-# The element type and the shape of an input.
-Declaration = tuple[Any, Sequence[int | str | None]]
+# The element type and the shape of an input; None is a shape of any rank.
+Declaration = tuple[Any, Sequence[int | str | None] | None]
 
 
 @checked
@@ -55,7 +56,7 @@ def add_loss(
     | "cross-entropy" | of scores and an input `labels` of int64. `weight` has a factor per class, labels equal to `ignore_index` do not count. `axis` is the dimension of the classes; by default it is found from the shapes: 1 in (N, C) and (N, C, ...), the last one in (N, S, V) |
     | "mse", "l1", "huber" | of differences from an input `target`; `delta` is Huber's (default: 1) |
     | "bce" | binary cross entropy of scores (logits) and an input `target`, with `weight` and `pos_weight` |
-    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs like the output, or of the element type and shape in `types` |
+    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs of the element type and shape in `types`; without that, `fit` looks at the data, and otherwise they are like the output, or integers or booleans if an operator takes nothing else |
     | a block of onnxblock | called with the names of output and, if given, target |
 
     `output` is the first floating-point output unless it is named. If it has probabilities (of a Softmax or a
@@ -255,6 +256,14 @@ def copy_value(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
     return copy
 
 
+class Suggested(dict[str, Declaration]):
+    """Declarations of inputs of which the `types` that the user gave are fixed, and the others suggested."""
+
+    def __init__(self, types: Mapping[str, Declaration], given: Mapping[str, Declaration]) -> None:
+        super().__init__({**types, **given})
+        self.given = given
+
+
 def _recorded(
     proto: onnx.ModelProto,
     loss: Callable[..., Any],
@@ -263,7 +272,55 @@ def _recorded(
     name: str,
     types: Mapping[str, Declaration],
 ) -> onnx.ModelProto:
-    """Return the model with the nodes that a function of `op` records."""
+    """Return the model with the nodes that a function of `op` records.
+
+    Inputs whose type nobody has said are what the data suggests, else like the output, else integers or
+    booleans: whichever the operators that read them take.
+    """
+    fixed = types.given if isinstance(types, Suggested) else types
+    new = [each for each in new_inputs(proto, loss, target) if each not in fixed]
+    attempts = [dict(types)] if isinstance(types, Suggested) else []
+    for kinds in sorted(itertools.product((None, np.int64, np.bool_), repeat=len(new)), key=_others):
+        chosen = {each: (kind, None) for each, kind in zip(new, kinds, strict=True) if kind is not None}
+        attempts.append({**fixed, **chosen})
+    first: onnx.ModelProto | OrtgradError | None = None
+    for attempt in attempts:
+        made: onnx.ModelProto | OrtgradError
+        try:
+            made = _record(proto, loss, source, target, name, attempt)
+        except (OrtgradError, onnx.shape_inference.InferenceError) as error:
+            made = error if isinstance(error, OrtgradError) else TrainingModelError(one_line(error))
+        else:
+            if graphs.has_valid_types(made):
+                return made
+        first = made if first is None else first
+    if isinstance(first, OrtgradError):
+        raise first
+    assert first is not None
+    return first
+
+
+def _others(kinds: Sequence[Any]) -> int:
+    """Return how many types are not that of the output."""
+    return sum(kind is not None for kind in kinds)
+
+
+def new_inputs(proto: onnx.ModelProto, loss: Callable[..., Any], target: str | None) -> list[str]:
+    """Return the parameters of a loss function that become inputs of the model, in their order."""
+    names = _parameters_of(loss)
+    if len(names) > 1 and target is not None:
+        names[1] = target
+    return [each for i, each in enumerate(names) if i > 0 and not graphs.exists(proto, each)]
+
+
+def _record(
+    proto: onnx.ModelProto,
+    loss: Callable[..., Any],
+    source: str,
+    target: str | None,
+    name: str,
+    types: Mapping[str, Declaration],
+) -> onnx.ModelProto:
     import onnx_ir as ir  # slow to import
 
     from ortgrad.graph.inference import infer_types
@@ -317,7 +374,8 @@ def _new_input(ir: Any, model: ir.Model, name: str, declared: Declaration | None
         value = ir.Value(name=name, type=like.type, shape=like.shape)
     else:
         kind = ir.DataType.from_numpy(np.dtype(declared[0]))
-        value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(list(declared[1])))
+        shape = None if declared[1] is None else ir.Shape(list(declared[1]))
+        value = ir.Value(name=name, type=ir.TensorType(kind), shape=shape)
     model.graph.inputs.append(value)
     return value
 

@@ -56,6 +56,8 @@ class BoundSession:
             raise TrainingModelError(str(error)) from error
         self._labels = _labels(model.graph)
         self._declared = {value.name: value for value in self._session.get_inputs()}
+        # onnxruntime may say of these that they have no dimensions.
+        self._any_shape = {v.name for v in model.graph.input if not v.type.tensor_type.HasField("shape")}
         self._binding = self._session.io_binding()
         # The binding does not keep the memory of its values alive.
         self._inputs: dict[str, onnxruntime.OrtValue] = {}
@@ -134,7 +136,7 @@ class BoundSession:
             raise error(f"{what} has the type {kind}, but the model takes {declared.type}")
         # onnxruntime tells a scalar from an unknown rank by None.
         wanted = declared.shape
-        if wanted is None:
+        if wanted is None or name in self._any_shape:
             return
         same = len(wanted) == len(shape) and all(
             not isinstance(w, int) or w == s for w, s in zip(wanted, shape, strict=True)

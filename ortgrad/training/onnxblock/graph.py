@@ -106,6 +106,17 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
+def has_valid_types(model: onnx.ModelProto) -> bool:
+    """Return whether the operators take the element types of their inputs, as far as onnx knows them."""
+    light = without_weights(model)
+    del light.graph.value_info[:]
+    try:
+        with_schemas(onnx.shape_inference.infer_shapes, light, check_type=True, strict_mode=True)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):
+        return False
+    return True
+
+
 def with_inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of the model in which onnx has inferred types and shapes."""
     copy = copy_of(model)
