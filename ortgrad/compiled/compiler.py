@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
+import re
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -27,13 +29,27 @@ from ortgrad.compiled import (
 )
 from ortgrad.compiled.functions import PRIMITIVES
 from ortgrad.compiled.layout import ITEM_SIZES
-from ortgrad.compiled.source import Function, Source
+from ortgrad.compiled.source import Function, Source, functions_of
 from ortgrad.errors import RegistrationError
 
 _WORD = types.int64
 # Results with NaN and infinities must be those of the NumPy kernels, so only these liberties are allowed:
 # to fuse multiplications and additions, and, in sums, to add in another order.
 _FUSE, _REORDER = frozenset({"contract"}), frozenset({"contract", "reassoc", "nsz"})
+# The file name of generated functions.
+_GENERATED = "<ortgrad>"
+# How Numba names places, and colours.
+_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined|module '.*' has no attribute '(\w+)'")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class _MissingError(Exception):
+    """Functions that code refers to, and that do not exist where it runs."""
+
+    def __init__(self, names: list[str], library: Any) -> None:
+        super().__init__(f"it cannot call {', '.join(names)}")
+        self.names, self.library = names, library
 
 
 def compile_entry(name: str) -> bytes:
@@ -43,13 +59,59 @@ def compile_entry(name: str) -> bytes:
 
 
 def compile_block(source: Source) -> bytes:
-    """Return the object code of a kernel's block."""
-    return _object_code(python_block(source), types.void(_WORD, _WORD), _flags(source))
+    """Return the object code of a kernel's block.
+
+    Raises RegistrationError, with the file and the line, if Numba cannot compile it.
+    """
+    kernel = source.phases[-1]
+    try:
+        return _object_code(python_block(source), types.void(_WORD, _WORD), _flags(source))
+    except RegistrationError:
+        raise
+    except Exception as error:  # Numba raises all kinds
+        file, line = _place_of(error, source) or kernel.place
+        raise RegistrationError(f"{file}:{line}: the kernel {kernel.name}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _MissingError):
+        return (
+            f"{error}; a kernel must not create arrays (declare scratch tensors, or use `allocate` of "
+            "ortgrad.compiled.functions), strings or other objects"
+        )
+    if not isinstance(error, NumbaError):
+        return f"Numba cannot compile it: {type(error).__name__}: {error}"
+    lines = _ESCAPES.sub("", str(error)).splitlines()
+    said = [line for line in lines if not line.startswith("Failed in nopython mode pipeline")]
+    # What follows is Numba's way to the place.
+    ends = [i for i, line in enumerate(said) if i > 0 and line.startswith(("During:", "File "))]
+    return "Numba cannot compile it: " + "\n".join(said[: min(ends, default=None)]).strip()
+
+
+def _place_of(error: Exception, source: Source) -> tuple[str, int] | None:
+    """Return the file and the line of an error, the innermost if Numba names several."""
+    functions = list(functions_of(source.phases))
+    files = {function.place[0] for function in functions}
+    if isinstance(error, _MissingError):
+        return libraries.caller_of(error.library, frozenset(error.names), files)
+    message = _ESCAPES.sub("", str(error))
+    undefined = _UNDEFINED.search(message)
+    if undefined is not None:  # Numba does not say where
+        for function in functions:
+            for node in ast.walk(function.tree()) if function.tree is not None else ():
+                found = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+                if isinstance(node, ast.expr) and found in undefined.groups():
+                    return function.place[0], node.lineno
+    for file, line in _PLACE.findall(message):
+        # Numba names files by their places in the current folder.
+        if (name := os.path.abspath(file)) in files:
+            return name, int(line)
+    return None
 
 
 def python_block(source: Source) -> Callable[..., Any]:
     """Return the function that compile_block compiles."""
-    names = {f"view_of_{dtype}": instructions.view_of(dtype) for dtype in ITEM_SIZES}
+    names: dict[str, Any] = {f"view_of_{dtype}": instructions.view_of(dtype) for dtype in ITEM_SIZES}
     names.update(
         Element=getattr(numba, source.element),
         load=instructions.load,
@@ -61,7 +123,8 @@ def python_block(source: Source) -> Callable[..., Any]:
             for i, function in enumerate(source.phases)
         },
     )
-    return _execute(source.block, "block", names)
+    exec(compile(source.block, _GENERATED, "exec"), names)
+    return names["block"]
 
 
 def compile_function(function: Function, element: str, flags: Set[str], *, checked: bool = False) -> Any:
@@ -72,10 +135,7 @@ def compile_function(function: Function, element: str, flags: Set[str], *, check
 @functools.cache
 def _compile_function(function: Function, element: str, flags: frozenset[str], checked: bool) -> Any:
     real = np.dtype(element).type
-    names: dict[str, Any] = {
-        name: tuple(map(real, value)) if isinstance(value, tuple) else value
-        for name, value in function.numbers
-    }
+    names: dict[str, Any] = {name: _typed(value, real) for name, value in function.numbers}
     names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
     for module in (channels, panels, products, rows, squares, transforms):
         for name in module.NAMES:
@@ -89,9 +149,10 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
         allocate=instructions.allocator(element),
         allocate_integers=instructions.allocator("int64"),
     )
+    names.update({name: value.value() for name, value in function.values})
     for name, called in function.functions:
         names[name] = _compile_function(called, element, _FUSE if called.exact else flags, checked)
-    python = _execute(function.text, "function", names)
+    python = _execute(function, names)
     if checked:
         return njit(error_model="numpy", fastmath=set(flags), boundscheck=True)(python)
     return libraries.inner(python, fastmath=set(flags), inlined=not _has_long_loops(function.text))
@@ -109,28 +170,36 @@ def _flags(source: Source) -> frozenset[str]:
     return _REORDER if source.reorders else _FUSE
 
 
-def _execute(text: str, name: str, names: Mapping[str, Any]) -> Any:
-    variables = dict(names)
-    exec(compile(text, "<ortgrad>", "exec"), variables)
-    return variables[name]
+def _execute(function: Function, names: Mapping[str, Any]) -> Any:
+    variables, file = dict(names), function.place[0] or _GENERATED
+    # With the lines of its file, if it is known: Numba names them in errors.
+    tree = ast.parse(function.text) if function.tree is None else ast.Module([function.tree()], [])
+    try:
+        exec(compile(tree, file, "exec"), variables)
+    except Exception as error:
+        raise RegistrationError(f"{file}:{function.place[1]}: {function.name}: {error}") from error
+    return variables["function"]
+
+
+def _typed(value: Any, real: Callable[[Any], Any]) -> Any:
+    """Return a tuple in which numbers have the element type, unless all are integers."""
+    if not isinstance(value, tuple) or not _has_floats(value):
+        return value
+    return tuple(_typed(each, real) if isinstance(each, tuple) else real(each) for each in value)
+
+
+def _has_floats(value: Any) -> bool:
+    return any(map(_has_floats, value)) if isinstance(value, tuple) else isinstance(value, float)
 
 
 def _object_code(function: Callable[..., Any], signature: Any, flags: Set[str]) -> bytes:
-    try:
-        compiled = cfunc(
-            signature, error_model="numpy", fastmath=set(flags), pipeline_class=libraries.Compiler
-        )(function)
-    except NumbaError as error:
-        raise RegistrationError(f"Numba cannot compile the kernel: {error}") from error
+    compiled = cfunc(signature, error_model="numpy", fastmath=set(flags), pipeline_class=libraries.Compiler)(
+        function
+    )
     module = llvm.parse_assembly(compiled.inspect_llvm())
-    missing = {
-        f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")
-    } - processor.SYMBOLS
+    missing = processor.missing_symbols(f.name for f in module.functions if f.is_declaration)
     if missing:
-        raise RegistrationError(
-            f"a compiled kernel cannot call {', '.join(sorted(missing))}: it must not raise exceptions or "
-            "allocate arrays, and must take mathematical functions from ortgrad.compiled.functions"
-        )
+        raise _MissingError(missing, compiled._library)
     for f in module.functions:
         if f.name == compiled.native_name:
             f.name = processor.NAME

@@ -7,21 +7,23 @@ LLVM's language. The functions that a kernel consists of are then optimized once
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
 from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import LoweringPass, register_pass
 from numba.core.typed_passes import AnnotateTypes
 
-from ortgrad.compiled import processor
+from ortgrad.compiled import layout, processor
 
-# Numba's function to raise an exception.
-_RAISE = "numba_do_raise"
+# The function that is called when a block has raised an exception.
+_RAISED = "ortgrad_raised"
 
 
 class Compiler(CompilerBase):  # type: ignore[misc]
@@ -78,11 +80,49 @@ class _Prepare(LoweringPass):  # type: ignore[misc]
 
     def run_pass(self, state: Any) -> bool:
         # Arrays belong to onnxruntime, or to a task: without their owners there are no references to count.
-        state.targetctx = state.targetctx.subtarget(enable_nrt=False)
+        state.targetctx = context = state.targetctx.subtarget(enable_nrt=False)
+        context.create_cfunc_wrapper = functools.partial(_write_wrapper, context)
         codegen, name = state.targetctx.codegen(), state.func_id.func_qualname
-        state.library = _Library(codegen, name, inlined=state.flags.forceinline)
+        place = state.func_id.filename, state.func_id.firstlineno
+        state.library = _Library(codegen, name, inlined=state.flags.forceinline, place=place)
         state.library.enable_object_caching()
         return False
+
+
+def _write_wrapper(context: Any, library: Any, description: Any, *_: object) -> None:
+    """Write the function by which C calls another one: a task that raises an exception has failed.
+
+    That of Numba would print the exception, with the GIL.
+    """
+    convention = context.call_conv
+    module = context.create_module("wrapper")
+    kind = convention.get_function_type(description.restype, description.argtypes)
+    called = ir.Function(module, kind, description.llvm_func_name)
+    arguments = [context.get_value_type(each) for each in description.argtypes]
+    kind = ir.FunctionType(context.get_value_type(description.restype), arguments)
+    wrapper = ir.Function(module, kind, description.llvm_cfunc_wrapper_name)
+    builder = ir.IRBuilder(wrapper.append_basic_block())
+    status, result = convention.call_function(
+        builder, called, description.restype, description.argtypes, wrapper.args
+    )
+    # Those of ortgrad.compiled.entry return numbers, and raise nothing: there is no such function for them.
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    with builder.if_then(status.is_error, likely=False):
+        if description.restype == types.void:
+            with context.push_code_library(library):
+                raised = write(context, builder, _RAISED, kind, _write_failure)
+        else:
+            raised = ir.Function(module, kind, _RAISED)
+        builder.call(raised, wrapper.args[:1])
+    builder.ret(result)
+    library.add_ir_module(module)
+
+
+def _write_failure(function: Any) -> None:
+    builder, word = ir.IRBuilder(function.append_basic_block()), ir.IntType(64)
+    place = builder.add(function.args[0], word(8 * layout.CALL_FAILED))
+    builder.store(word(1), builder.inttoptr(place, word.as_pointer()))
+    builder.ret_void()
 
 
 class _Generator:
@@ -101,9 +141,18 @@ class _Generator:
 class _Library(CPUCodeLibrary):  # type: ignore[misc]
     """A function as it is written, without those that it calls."""
 
-    def __init__(self, codegen: Any, name: str, *, inlined: bool = False, optimized: bool = True) -> None:
+    def __init__(
+        self,
+        codegen: Any,
+        name: str,
+        *,
+        inlined: bool = False,
+        optimized: bool = True,
+        place: tuple[str, int] | None = None,
+    ) -> None:
         super().__init__(_Generator(codegen), name)
         self._inlined, self._optimized = inlined, optimized
+        self.place = place
 
     def add_ir_module(self, ir_module: Any) -> None:
         for function in ir_module.functions:
@@ -123,6 +172,7 @@ class _Library(CPUCodeLibrary):  # type: ignore[misc]
     def get_pointer_to_function(self, name: str) -> int:
         return 0
 
+    @global_compiler_lock  # type: ignore[untyped-decorator]
     def get_llvm_str(self) -> str:
         """Return the function with all that it calls, optimized."""
         module = self._final_module.clone()
@@ -135,7 +185,7 @@ class _Library(CPUCodeLibrary):  # type: ignore[misc]
                 _link(library, module)
         _hide(module, own)
         _optimize(module)
-        if any(function.name == _RAISE for function in module.functions):
+        if any(function.name == _RAISED for function in module.functions):
             # Only now it may be evident that a function that is not inlined raises no exceptions.
             _optimize(module)
         for library in written:
@@ -170,6 +220,22 @@ class _Library(CPUCodeLibrary):  # type: ignore[misc]
             else:
                 others.append(library)
         yield from others
+
+
+def caller_of(library: Any, names: Set[str], files: Set[str]) -> tuple[str, int] | None:
+    """Return the place of a function in one of the files that calls one of the names, perhaps indirectly."""
+    for called in library._linking_libraries:
+        found = caller_of(called, names, files)
+        if found is not None:
+            return found
+    place = getattr(library, "place", None)
+    return place if place is not None and place[0] in files and _needs(library, names) else None
+
+
+def _needs(library: Any, names: Set[str]) -> bool:
+    return any(function.name in names for function in library._final_module.functions) or any(
+        _needs(called, names) for called in library._linking_libraries
+    )
 
 
 _written: dict[str, _Library] = {}

@@ -33,6 +33,7 @@ _PARTS = (
     "rows.py",
     "squares.py",
     "transforms.py",
+    "variables.py",
 )
 
 _MOST_NAMES = 4  # of kernels that are compiled at once, on the terminal
@@ -87,7 +88,7 @@ def block(kernel: CompiledKernel, dtypes: Sequence[str]) -> int:
 @functools.lru_cache(maxsize=1024)
 def _block(kernel: CompiledKernel, dtypes: tuple[str, ...]) -> int:
     text, key, source = _job(kernel, dtypes)
-    return _address(text, key, lambda: _compile_block(source))
+    return _address(text, key, lambda: _compile_block(source), cached=source.is_text)
 
 
 def compile_all(kernels: Iterable[tuple[CompiledKernel, Sequence[str]]]) -> None:
@@ -131,7 +132,7 @@ def _missing(kernels: Iterable[tuple[CompiledKernel, tuple[str, ...]]]) -> list[
             job = _job(kernel, dtypes)
         except Exception:
             continue  # `block` raises it
-        if job.key not in _loaded and not cache.has(job.key):
+        if job.source.is_text and job.key not in _loaded and not cache.has(job.key):
             jobs[job.key] = job
     return list(jobs.values())
 
@@ -167,16 +168,17 @@ def _name(text: str) -> str:
     return text.partition(" ")[0]
 
 
-def _address(text: str, key: str, compile_code: Callable[[], bytes]) -> int:
+def _address(text: str, key: str, compile_code: Callable[[], bytes], *, cached: bool = True) -> int:
     from ortgrad.compiled import processor  # llvmlite is imported only if a session needs it
 
     with forks_wait(), _lock:
         if key not in _loaded:
-            code = cache.read(key)
+            code = cache.read(key) if cached else None
             if code is None:
                 with _progress.compiling(_name(text)):
                     code = compile_code()
-                cache.write(key, code)
+                if cached:
+                    cache.write(key, code)
             _loaded[key] = processor.load(code)
         return _loaded[key]
 
@@ -191,7 +193,7 @@ def _surroundings() -> tuple[object, ...]:
 
     versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
     parts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PARTS]
-    return (*versions, *processor.description(), *parts)
+    return (*versions, *processor.description(), *sorted(processor.SYMBOLS), *parts)
 
 
 def _compile_entry(name: str) -> bytes:

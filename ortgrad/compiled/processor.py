@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -13,29 +16,50 @@ from ortgrad.threads import make_lock
 
 # What the loaded function is called in its object code.
 NAME = "ortgrad"
-# Functions that compiled code may refer to: those of the wrapper that Numba puts around each function for
-# exceptions, which kernels do not raise, and those of the C library.
-_PYTHON = (
-    "PyErr_Clear",
-    "PyErr_SetNone",
-    "PyErr_SetString",
-    "PyErr_WriteUnraisable",
-    "PyUnicode_FromString",
-    "Py_DecRef",
+# Functions of the C library that compiled code may refer to: those of memory, and mathematical ones, which
+# LLVM also calls for its intrinsic functions and some instructions.
+_MEMORY = ("malloc", "free", "memcpy", "memset", "memmove")
+_MATH = frozenset(
+    (
+        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "copysign", "cos"),
+        *("cosh", "erf", "erfc", "exp", "exp10", "exp2", "expm1", "fabs", "floor", "fma", "fmax", "fmin"),
+        *("fmod", "frexp", "hypot", "_hypot", "ldexp", "lgamma", "log", "log10", "log1p", "log2"),
+        *("nearbyint", "nextafter", "pow", "rint", "round", "roundeven", "sin", "sincos", "sinh", "sqrt"),
+        *("tan", "tanh", "tgamma", "trunc"),
+    )
 )
-_RENAMED = {
-    "numba_gil_ensure": "PyGILState_Ensure",
-    "numba_gil_release": "PyGILState_Release",
-    "NRT_MemInfo_call_dtor": "Py_IsInitialized",  # never called: kernels allocate no memory
-}
-_C = ("malloc", "free", "memcpy", "memset", "memmove")
-SYMBOLS = frozenset((*_PYTHON, *_RENAMED, *_C))
+# Numba has names of its own for some.
+_RENAMED = {f"numba_{name}": name for name in ("frexp", "ldexp", "nextafter")} | {"numba_gamma": "tgamma"}
+
+
+def _math_symbols() -> dict[str, int]:
+    """Return the addresses of the mathematical functions that the system has, in both precisions."""
+    wanted = {**{name: name for name in _MATH}, **_RENAMED}
+    wanted |= {f"{name}f": f"{real}f" for name, real in wanted.items()}
+    found: dict[str, int] = {}
+    for library in ("ucrtbase",) if sys.platform == "win32" else ("libm.so.6", None):
+        try:
+            loaded = ctypes.CDLL(library)
+        except OSError:
+            continue
+        for name, real in wanted.items():
+            if name not in found and hasattr(loaded, real):
+                found[name] = ctypes.cast(getattr(loaded, real), ctypes.c_void_p).value or 0
+    return found
+
+
+_math = _math_symbols()
+for _name, _address in _math.items():
+    llvm.add_symbol(_name, _address)
+SYMBOLS = frozenset((*_MEMORY, *_math))
+_INTRINSIC = re.compile(r"llvm\.([a-z0-9]+)\.(?:v\d+)?f(32|64)")
 # The addresses of memory that tasks have released, by its size (see ortgrad.compiled.instructions).
 KEPT, KEPT_SIZES, KEPT_OF_A_SIZE = "ortgrad_kept", 6, 4
 _kept = (ctypes.c_int64 * (KEPT_SIZES * KEPT_OF_A_SIZE))()
 llvm.add_symbol(KEPT, ctypes.addressof(_kept))
 
 _lock = make_lock()
+_engines: list[Any] = []
 
 
 @functools.cache
@@ -71,20 +95,23 @@ def has_many_registers() -> bool:
     return not features().isdisjoint(("avx512f", "neon"))
 
 
-@functools.cache
-def _engine() -> Any:
-    for name, real in _RENAMED.items():
-        function = getattr(ctypes.pythonapi, real)
-        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-    return []
+def missing_symbols(names: Iterable[str]) -> list[str]:
+    """Return those of the functions that code refers to, by LLVM's names, that cannot be called."""
+    needed = set()
+    for name in names:
+        intrinsic = _INTRINSIC.fullmatch(name)
+        if intrinsic is not None and intrinsic[1] in _MATH:
+            needed.add(intrinsic[1] + ("f" if intrinsic[2] == "32" else ""))
+        elif not name.startswith("llvm."):
+            needed.add(name)
+    return sorted(needed - SYMBOLS)
 
 
 def load(code: bytes) -> int:
     """Load object code for the rest of the process; returns the address of its function."""
     with _lock:
-        engines = _engine()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        engines.append(engine)
+        _engines.append(engine)
         return int(engine.get_function_address(NAME))

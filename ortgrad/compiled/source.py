@@ -2,6 +2,7 @@
 
 Floating-point numbers in the text of a kernel, and global ones that it refers to, get the element type of the
 tensors: Numba would otherwise compute in double precision. So do those of the functions that it calls.
+ortgrad.compiled.variables says what its global names may stand for.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import ast
 import functools
 import inspect
 import linecache
+import re
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ortgrad.compiled import functions, layout, mathematics
+from ortgrad.compiled import functions, layout, mathematics, variables
+from ortgrad.compiled.variables import Foreign, Number, Value
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.compiled import CompiledKernel, may_fail
-
-Number: TypeAlias = "int | float | tuple[float, ...]"
 
 
 @dataclass(frozen=True)
 class Function:
-    """A Python function as text, and what its global names stand for: numbers, or other functions."""
+    """A Python function as text, and what its global names stand for: numbers, other functions or objects."""
 
     name: str
     text: str
@@ -32,6 +33,11 @@ class Function:
     functions: tuple[tuple[str, Function], ...] = ()
     # Whether it relies on the order of its operations, as the mathematical functions do.
     exact: bool = False
+    values: tuple[tuple[str, Value], ...] = ()
+    # The file and the line where it begins, and a function that returns its tree with the lines of that file:
+    # for errors, and no part of the text.
+    place: tuple[str, int] = field(default=("", 0), repr=False)
+    tree: Callable[[], ast.FunctionDef] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,19 @@ class Source:
     block: str  # the text of the function `block(call, i)`
     reorders: bool  # whether sums may be computed in another order
 
+    @property
+    def is_text(self) -> bool:
+        """Whether another process can compile it."""
+        values = [value for function in functions_of(self.phases) for _, value in function.values]
+        return not any(isinstance(value, Foreign) for value in values)
+
+
+def functions_of(functions: Iterable[Function]) -> Iterator[Function]:
+    """Return the functions and those that they call."""
+    for function in functions:
+        yield function
+        yield from functions_of(called for _, called in function.functions)
+
 
 def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     """Return the source of a kernel for inputs and outputs of these element types."""
@@ -50,7 +69,7 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     phases = tuple(_function(function, element) for function in kernel.phases)
     if kernel.elementwise:
         lines = _elementwise_lines(
-            kernel, dtypes, waits=not phases[0].functions and "/" not in phases[0].text
+            kernel, dtypes, waits=not (phases[0].functions or phases[0].values or "/" in phases[0].text)
         )
     else:
         lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)])
@@ -58,40 +77,141 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     return Source(element, phases, block, reorders=not (kernel.elementwise or kernel.exact))
 
 
-def _function(function: Callable[..., Any], element: str) -> Function:
-    variables = inspect.getclosurevars(function)
+def _function(
+    function: Callable[..., Any], element: str, callers: tuple[Callable[..., Any], ...] = ()
+) -> Function:
+    if function in callers:
+        raise RegistrationError(
+            f"{place_of(function)}: {function.__name__} calls itself; a compiled kernel needs a loop instead"
+        )
+    lines = _lines_of(function)
     named = {
-        name: value[element] if isinstance(value, functions.ByType) else value
-        for name, value in {**variables.globals, **variables.nonlocals}.items()
+        name: value
+        for name, value in variables.variables_of(function, element).items()
+        # Python lists the names of attributes among those of variables.
+        if not lines or re.search(rf"(?<![\w.]){re.escape(name)}\b", lines)
     }
-    numbers = {name: value for name, value in named.items() if isinstance(value, (int, float, tuple))}
-    called = {
-        name: _function(value, element)
-        for name, value in named.items()
-        if inspect.isfunction(value) and value not in functions.PRIMITIVES.values()
-    }
+    simple = {name: value for name, value in named.items() if _is_simple(value)}
+    # It takes a millisecond to read a function, and most have no others.
+    others = {} if len(simple) == len(named) else _others(function, named)
+    renamed: dict[str, str] = {}
+    numbers: dict[str, Number] = {}
+    called: dict[str, Function] = {}
+    values: dict[str, Value] = {}
+    for name, value in {**simple, **others}.items():
+        own = name.replace(".", "__") if "." in name else name
+        while own != name and own in named:
+            own += "_"
+        python = variables.python_function(value)
+        known = variables.reference(value, name)
+        if _is_number(value):
+            numbers[own] = variables.number(value)
+        elif python in _PRIMITIVES:
+            own = _PRIMITIVES[python]
+        elif known is not None:
+            first = name.partition(".")[0]
+            if first != name and variables.reference(named[first], first) is not None:
+                continue  # its module is among the values
+            values[own] = known
+        elif python is not None and _has_text(python):
+            called[own] = _function(python, element, (*callers, function))
+        else:
+            values[own] = variables.array(value, element) or variables.foreign(value)
+        if own != name:
+            renamed[name] = own
+    floats = frozenset(name for name, value in numbers.items() if isinstance(value, float))
+    changes = floats, frozenset(renamed.items())
     return Function(
         function.__name__,
-        _text(function, frozenset(name for name, value in numbers.items() if isinstance(value, float))),
+        _text(function, *changes),
         tuple(sorted(numbers.items())),
         tuple(sorted(called.items())),
         exact=function.__module__ in (functions.__name__, mathematics.__name__),
+        values=tuple(sorted(values.items())),
+        place=(function.__code__.co_filename, function.__code__.co_firstlineno),
+        tree=functools.partial(_typed_tree, function, *changes),
     )
 
 
+_PRIMITIVES = {function: name for name, function in functions.PRIMITIVES.items()}
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        variables.number(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_simple(value: Any) -> bool:
+    return isinstance(value, (int, float, tuple)) or inspect.isfunction(value)
+
+
+def _others(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Return what a function refers to besides numbers and functions, also by dotted names."""
+    tree = _tree_of(function)
+    try:
+        dotted = variables.dotted_names(tree, named)
+    except AttributeError as error:
+        line = function.__code__.co_firstlineno - 1 + getattr(error.obj, "lineno", 1)
+        raise RegistrationError(f"{function.__code__.co_filename}:{line}: {error}") from error
+    owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    alone = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in owners}
+    others = {}
+    for name, value in named.items():
+        # Of a module of the user's, only what the dotted names stand for is needed.
+        if name in alone or not variables.has_namespace(value) or variables.reference(value, name):
+            others[name] = value
+    return {**{name: value for name, value in others.items() if not _is_simple(value)}, **dotted}
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return the file and the line where a function begins, as compilers write them."""
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+
+
+def _has_text(function: Callable[..., Any]) -> bool:
+    try:
+        _tree_of(function)
+    except RegistrationError:
+        return False
+    return True
+
+
 @functools.lru_cache(maxsize=1024)
-def _text(function: Callable[..., Any], floats: frozenset[str]) -> str:
-    """Return the text of a function in which numbers, and those that `floats` name, have the element type.
+def _text(function: Callable[..., Any], floats: frozenset[str], renamed: frozenset[tuple[str, str]]) -> str:
+    """Return the text of a function, with the changes of `_typed_tree`.
 
     Kernels have functions in common, and it takes a millisecond to read one.
     """
+    return ast.unparse(_typed_tree(function, floats, renamed))
+
+
+def _typed_tree(
+    function: Callable[..., Any], floats: frozenset[str], renamed: frozenset[tuple[str, str]]
+) -> ast.FunctionDef:
+    """Return a function in which numbers, and those that `floats` name, have the element type.
+
+    Dotted names become simple ones, by `renamed`.
+    """
     tree = _tree_of(function)
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     tree.name, tree.decorator_list, tree.returns = "function", [], None
-    for argument in tree.args.args:
+    arguments = tree.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
         argument.annotation = None
+    # What their expressions refer to may have changed.
+    arguments.defaults = list(map(_default, function.__defaults__ or (), arguments.defaults))
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
-    return ast.unparse(_Typed(floats).visit(tree))
+    return ast.fix_missing_locations(_Typed(floats, dict(renamed)).visit(tree))
+
+
+def _default(value: Any, expression: ast.expr) -> ast.expr:
+    if not _is_number(value):
+        return expression
+    return ast.copy_location(ast.parse(repr(variables.number(value)), mode="eval").body, expression)
 
 
 def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
@@ -102,7 +222,8 @@ def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
             tree = _parsed(inspect.getsource(function))
         except OSError as error:
             raise RegistrationError(f"the source of the kernel {function.__name__} cannot be read") from error
-    assert tree is not None
+    if tree is None:
+        raise RegistrationError(f"{place_of(function)}: {function.__name__} is not written as `def`")
     return tree
 
 
@@ -126,18 +247,26 @@ def _lines_of(function: Callable[..., Any]) -> str:
 class _Typed(ast.NodeTransformer):
     """Gives floating-point numbers, and the names of such numbers, the element type."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, floats: frozenset[str], renamed: dict[str, str]) -> None:
+        self._floats, self._renamed = floats, renamed
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         return _element(node) if isinstance(node.value, float) else node
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        name = self._renamed.get(variables.dotted_name(node))
+        if name is None:
+            self.generic_visit(node)
+            return node
+        return self.visit_Name(ast.copy_location(ast.Name(name, node.ctx), node))
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return _element(node) if node.id in self._names else node
+        node.id = self._renamed.get(node.id, node.id)
+        return _element(node) if node.id in self._floats else node
 
 
 def _element(value: ast.expr) -> ast.expr:
-    return ast.Call(ast.Name("Element", ast.Load()), [value], [])
+    return ast.copy_location(ast.Call(ast.Name("Element", ast.Load()), [value], []), value)
 
 
 _RANGE = (

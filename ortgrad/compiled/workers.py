@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from ortgrad.compiled.source import Function, Source
+from ortgrad.compiled.source import Function, Source, functions_of
+from ortgrad.compiled.variables import Array, Reference
 
 # Starting a process takes most of a second.
 _LEAST_SECONDS = 4.0
@@ -41,6 +42,11 @@ package.__path__ = [{folder!r}]
 from ortgrad.compiled import workers
 workers.work({parent})
 """
+# What the texts of sources consist of.
+_NAMES = {kind.__name__: kind for kind in (Source, Function, Array, Reference)} | {
+    "inf": math.inf,
+    "nan": math.nan,
+}
 _SIGKILL, _PR_SET_PDEATHSIG = 9, 1
 _INTERVAL = 0.2  # seconds between two looks whether the other process exists
 
@@ -63,16 +69,10 @@ def expected_seconds(sources: Sequence[Source]) -> float:
     """Return how long it takes to compile the sources in one process."""
     seconds, translated = 0.0, set()
     for source in sources:
-        functions = set(_functions(source.phases))
+        functions = set(functions_of(source.phases))
         seconds += _SECONDS + _OPTIMIZATION * sum(len(function.text) for function in functions)
         translated |= {(function, source.element, source.reorders) for function in functions}
     return seconds + _TRANSLATION * sum(len(function.text) for function, *_ in translated)
-
-
-def _functions(functions: Sequence[Function]) -> Iterator[Function]:
-    for function in functions:
-        yield function
-        yield from _functions([called for _, called in function.functions])
 
 
 def _allowed_processes() -> int:
@@ -147,11 +147,10 @@ def work(parent: int) -> None:
     gc.freeze()  # it would look through all of Numba again and again
     # The other process decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    names = {"Source": Source, "Function": Function, "inf": math.inf, "nan": math.nan}
     for text in share:
         # The other process finds the same error when it misses the kernel.
         with suppress(Exception):
-            machine_code.compile_into_cache(text, eval(text.partition(" ")[2], names))
+            machine_code.compile_into_cache(text, eval(text.partition(" ")[2], _NAMES))
 
 
 def _end_with(parent: int) -> None:

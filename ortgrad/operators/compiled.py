@@ -21,9 +21,12 @@ there are and how the tensors are viewed:
 
 Both may have further parameters, annotated as int or float: attributes, or numbers of the plan. A parameter
 annotated as np.ndarray is a list of integers of the plan.
-Floating-point numbers in the text of the function have the element type of the tensors. An inner loop is
+Floating-point numbers in the text of the function have the element type of the tensors. It may refer to what
+Numba knows (functions of `math` and NumPy), to other functions, also those made by `njit`, and to numbers,
+tuples and arrays, which are constants. It creates no arrays. An inner loop is
 vectorized if its counter alone is the last index: take a slice of the row (`y[row, first:last]`) before it.
-A task that returns a bool fails if that is true, and the NumPy kernel says why.
+A task that returns a bool fails if that is true, and the NumPy kernel says why. So does one that raises an
+exception.
 
 Further functions, `first` and `last`, may perform tasks before those of the kernel begin and after they are
 done. They take the same parameters. All may take scratch tensors of the element type, after the outputs.
