@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
 
 import pytest
 
 from ortgrad.compiled import progress
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt tests, also where a shell has started them in the background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
