@@ -29,6 +29,8 @@ _NO_PARAMETERS = {
     "RoiAlign": (1,),
     "RotaryEmbedding": (1, 2),
 }
+# Operators with operands that are settings if they are constants, but often parameters: exponents, states.
+_LEARNED_OPERANDS = ("Pow", "GRU", "LSTM", "RNN")
 
 
 def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
@@ -108,6 +110,8 @@ def find_targets(
 
 def find_parameters(model: ir.Model, source: onnx.ModelProto) -> list[str]:
     """Return the names of the parameters of a model, which `source` is the file of."""
+    if any(node.op_type == "CastLike" for node in model.graph.all_nodes()):
+        infer_types(model)
     hidden = _weights_in_subgraphs(model.graph, _defined(source.graph))
     return _names(_parameters(model, hidden, source, (), read_origins(source)))
 
@@ -136,9 +140,9 @@ def _parameters(
     """
     graph = model.graph
     reached, computed, settings = {*graph.outputs, *outputs}, {*graph.outputs, *outputs}, set[ir.Value]()
-    _reach(graph, reached, model.opset_imports, settings)
+    _reach(graph, reached, model.opset_imports, origins, settings)
     # A bound or an initial state that the model computes has a gradient; one that is a constant is a setting.
-    _reach(graph, computed, model.opset_imports, None)
+    _reach(graph, computed, model.opset_imports, origins, None)
     reached |= computed - settings
     # In a built model, Constant nodes belong to the backward graph and weights are initializers.
     built = OF in model.metadata_props
@@ -173,12 +177,16 @@ def _is_mask(tensor: ir.TensorProtocol) -> bool:
 
 
 def _reach(
-    graph: ir.Graph, reached: set[ir.Value], opsets: dict[str, int], settings: set[ir.Value] | None
+    graph: ir.Graph,
+    reached: set[ir.Value],
+    opsets: dict[str, int],
+    origins: Origins,
+    settings: set[ir.Value] | None,
 ) -> None:
     """Add to `reached` the values that a gradient may reach from those in it.
 
-    Operands that are not trained are not followed, and constants among them are added to `settings`; if that
-    is None, the operands are followed unless they are constants.
+    Operands that are not trained are not followed, and settings among them are added to `settings`; if that
+    is None, the operands are followed unless they are settings.
     """
     for node in reversed(graph):
         rule = find_rule(node.op_type, node.domain)
@@ -192,13 +200,27 @@ def _reach(
                 continue
             if i not in fixed:
                 reached.add(value)
+            elif not _is_setting(_original(value), origins):
+                if settings is None:
+                    reached.add(value)
             elif settings is not None:
                 settings.add(_original(value))
-            elif ir.convenience.get_const_tensor(_original(value)) is None:
-                reached.add(value)
         for inner in subgraphs(node):
             reached.update(inner.outputs)
-            _reach(inner, reached, opsets, settings)
+            _reach(inner, reached, opsets, origins, settings)
+
+
+def _is_setting(value: ir.Value, origins: Origins) -> bool:
+    """Return whether an operand such as a bound or an exponent is a constant, and no parameter."""
+    name = value.name or ""
+    if ir.convenience.get_const_tensor(value) is None:
+        return False
+    if not origins.parameters.get(name):
+        return True
+    if origins.exporter == "dynamo":
+        return False
+    # The older exporter does not tell parameters from buffers. Bounds and grids are rarely parameters.
+    return is_generated(name) or any(use.node.op_type not in _LEARNED_OPERANDS for use in value.uses())
 
 
 def _makes_integers(node: ir.Node) -> bool:

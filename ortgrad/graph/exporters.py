@@ -21,6 +21,10 @@ def read_origins(model: onnx.ModelProto) -> Origins:
     else:
         found = Origins()
     _note_readers(model.graph, found)
+    for copy, original in found.split.items():
+        for name, other in ((copy, original), (original, copy)):
+            for alias in found.names(other):
+                found.add_alias(name, alias)
     return found
 
 

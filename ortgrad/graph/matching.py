@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from ortgrad.graph.origins import Origins, module_of_name
+from ortgrad.graph.origins import Origins, is_generated, module_of_name
 
 _MOST = 4  # names in a text
 
@@ -32,25 +32,25 @@ def matched(pattern: str, names: Sequence[str], origins: Origins) -> list[str]:
 
 
 def left_out(pattern: str, found: Sequence[str], names: Sequence[str], origins: Origins) -> str | None:
-    """Return a warning if a pattern that looks like a module matches only some of the module's weights."""
-    module = pattern[:-2]
-    if pattern[-2:] not in (".*", "/*") or not module or is_pattern(module) or not found:
+    """Return a warning if a pattern misses weights of modules that it stands for, such as "enc.*"."""
+    if not is_pattern(pattern) or not found:
         return None
-    module = module.replace("/", ".").lstrip(".")
-    read = [name for name in names if name not in found and _inside(module, origins.readers.get(name, ()))]
-    gone = [name for name in origins.removed if name.startswith(f"{module}.")]
     texts = []
+    # A weight of such a module may have a name that tells nothing.
+    whole = pattern.endswith("*")
+    read = [
+        name
+        for name in (names if whole else ())
+        if name not in found
+        and any(fnmatchcase(f"{each}.", pattern) for each in origins.readers.get(name, ()))
+    ]
     if read:
         texts.append(f"nodes of this module also read {_listed(read)}, which it does not match")
+    inside = [name for weight, names in origins.folded.items() if weight not in found for name in names]
+    gone = [name for name in (*origins.removed, *inside) if fnmatchcase(name, pattern)]
     if gone:
-        texts.append(f"{_listed(gone)} {_are(gone)} not in the file: the exporter has removed {_them(gone)}")
-    if not texts:
-        return None
-    return f"the pattern {pattern!r} matches {len(found)} of the weights of a module: {'; '.join(texts)}"
-
-
-def _inside(module: str, readers: Iterable[str]) -> bool:
-    return any(reader == module or reader.startswith(f"{module}.") for reader in readers)
+        texts.append(f"the exporter has removed or folded {_listed(gone)}")
+    return f"the pattern {pattern!r} matches only {_listed(found)}: {'; '.join(texts)}" if texts else None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -90,22 +90,31 @@ def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
     names = [*names]
     texts = []
     # These are named in full: which layers now train together is told nowhere else.
-    merged = [f"{_listed(origins.merged[n], None)} (now {n!r})" for n in names if n in origins.merged]
+    merged = [f"{', '.join(map(repr, origins.merged[n]))} (now {n!r})" for n in names if n in origins.merged]
     if merged:
         texts.append(f"equal tensors were merged into one, which has one gradient: {'; '.join(merged)}")
-    split = [f"{origins.split[n]!r} (and {n!r})" for n in names if n in origins.split]
-    if split:
+    copies: dict[str, list[str]] = {}
+    for copy, first in origins.split.items():
+        if copy in names or first in names:
+            copies.setdefault(first, [first]).append(copy)
+    if copies:
+        split = [
+            f"{' and '.join(map(repr, each))} of {_in_pytorch(n, origins)!r}" for n, each in copies.items()
+        ]
         texts.append(f"copies of one tensor are now separate: {'; '.join(split)}")
     folded = [name for name in names if name in origins.folded]
     if folded:
         by = list(dict.fromkeys(inside for name in folded for inside in origins.folded[name]))
         what = f" ({_listed(by)})" if by else ""
-        shown = [(origins.aliases.get(name) or [name])[0] if not by else name for name in folded]
+        shown = [_in_pytorch(name, origins) for name in folded]
         texts.append(f"batch normalizations{what} were folded into {_listed(shown)}")
     computed = [f"{n!r} from {_listed(origins.computed[n])}" for n in names if n in origins.computed]
     if computed:
         shown = _shortened(computed)
         texts.append(f"parameters were replaced by what is computed from them: {'; '.join(shown)}")
+    unknown = [n for n in names if n in origins.unknown]
+    if unknown:
+        texts.append(f"the file does not tell from what {_listed(unknown)} {_was(unknown)} computed")
     modules = {module_of_name(other) for name in names for other in origins.names(name)}
     gone = [name for name in origins.removed if module_of_name(name) in modules]
     if gone:
@@ -118,19 +127,23 @@ def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
     )
 
 
-def _listed(names: Sequence[str], most: int | None = _MOST) -> str:
-    return ", ".join(_shortened([*map(repr, names)], most))
+def _in_pytorch(name: str, origins: Origins) -> str:
+    return next((each for each in origins.names(name) if not is_generated(each)), name)
 
 
-def _shortened(texts: list[str], most: int | None = _MOST) -> list[str]:
-    if most is None or len(texts) <= most + 1:
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(_shortened([*map(repr, names)]))
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    if len(texts) <= _MOST + 1:
         return texts
-    return [*texts[:most], f"and {len(texts) - most} more"]
+    return [*texts[:_MOST], f"and {len(texts) - _MOST} more"]
+
+
+def _was(names: Sequence[str]) -> str:
+    return "was" if len(names) == 1 else "were"
 
 
 def _are(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
-
-
-def _them(names: Sequence[str]) -> str:
-    return "it" if len(names) == 1 else "them"

@@ -31,6 +31,8 @@ class Origins:
     split: dict[str, str] = field(default_factory=dict)
     # Weights of convolutions that contain a batch normalization, and the parameters of that, if known.
     folded: dict[str, list[str]] = field(default_factory=dict)
+    # Initializers that were computed from what the file does not tell.
+    unknown: list[str] = field(default_factory=list)
     # Parameters that nodes would read, but that are not in the file.
     removed: list[str] = field(default_factory=list)
     # The modules whose nodes read an initializer.

@@ -14,7 +14,7 @@ import onnx
 
 from ortgrad.graph.origins import Origins, copied, is_generated, last_part, module_of_name
 from ortgrad.graph.protos import all_nodes
-from ortgrad.graph.scopes import module_of
+from ortgrad.graph.scopes import RECURRENT, RECURRENT_ROLES, module_of
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
@@ -29,6 +29,13 @@ _SPECS = (
 )
 # A value inside of a call, such as the transposed weight of a linear layer.
 _INTERNAL = re.compile(r"val_\d+")
+# Calls inside of which weights are at most moved. Others compute with them, such as `add` with its `alpha`.
+_RECURRENT_CALLS = r"gru|lstm|rnn_tanh|rnn_relu"
+_MOVES_INSIDE = re.compile(
+    rf"target=[\w.]*\b({_RECURRENT_CALLS}|linear|bilinear|matmul|mm|bmm|einsum|prelu|convolution|conv[123]d|"
+    r"(native_)?(group|layer|instance|batch)_norm)\b"
+)
+_JOINS_INSIDE = re.compile(rf"target=[\w.]*\b({_RECURRENT_CALLS})\b")
 # Calls that move elements without changing them. The zeros are initial states, which are among the sources of
 # the weights of recurrent layers.
 _MOVES = re.compile(
@@ -44,6 +51,10 @@ def signature_of(graph: onnx.GraphProto) -> dict[str, tuple[str, str]]:
     return {match["arg"]: (match["kind"], match["target"]) for match in specs}
 
 
+def _call_of(node: onnx.NodeProto) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == _CALL), "")
+
+
 def from_dynamo(graph: onnx.GraphProto, signature: Mapping[str, tuple[str, str]]) -> Origins:
     """Return what the file tells about its initializers."""
     return _Reader(graph, signature).origins
@@ -56,6 +67,7 @@ class _Reader:
         self._targets = {arg: target for arg, (kind, target) in signature.items() if kind == "PARAMETER"}
         self._initializers = dict.fromkeys(tensor.name for tensor in graph.initializer)
         self._sources = dict(self._folded_from())
+        self._readers = self._readers_by_operand()
         self.origins = Origins("dynamo")
         self._judge()
         missing = self._follow_calls()
@@ -70,14 +82,32 @@ class _Reader:
             if text and value.name in self._initializers:
                 yield value.name, [name for name in ast.literal_eval(text) if isinstance(name, str)]
 
+    def _readers_by_operand(self) -> dict[str, list[tuple[onnx.NodeProto, int]]]:
+        found: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+        for node in all_nodes(self._graph.node):
+            for place, name in enumerate(node.input):
+                found.setdefault(name, []).append((node, place))
+        return found
+
+    def _parameters_in(self, name: str) -> list[str]:
+        """Return the parameters from which a value was computed."""
+        found = [s for s in self._sources[name] if self._kinds.get(s) == "PARAMETER"]
+        for node, place in self._readers.get(name, ()):
+            if node.op_type in RECURRENT:
+                # Initial states are among the sources of the weights.
+                roles = RECURRENT_ROLES.get(place, ())
+                found = [s for s in found if last_part(s).startswith(roles)] or found
+        return found
+
     def _judge(self) -> None:
         """Tell parameters from buffers and constants, and name those that were computed from parameters."""
         result = self.origins
+        moved: dict[tuple[str, ...], str] = {}
         for name in self._initializers:
             if name in self._kinds:
                 result.parameters[name] = self._kinds[name] == "PARAMETER"
             elif name in self._sources:
-                sources = [s for s in self._sources[name] if self._kinds.get(s) == "PARAMETER"]
+                sources = self._parameters_in(name)
                 result.parameters[name] = bool(sources)
                 if not sources:
                     continue
@@ -87,10 +117,19 @@ class _Reader:
                     result.computed[name] = sources
                 elif own:
                     result.split[name] = own[0]
+                elif (first := moved.setdefault(tuple(sources), name)) != name:
+                    result.split[name] = first
             elif is_generated(name):
                 result.parameters[name] = False
 
     def _only_moved(self, name: str) -> bool:
+        calls = [_call_of(node) for node, _ in self._readers.get(name, ())]
+        if _INTERNAL.fullmatch(name) and not all(map(_MOVES_INSIDE.search, calls)):
+            return False
+        sources = [s for s in self._sources[name] if s in self._kinds]
+        # Recurrent layers have the weights of both directions in one tensor; other calls multiply.
+        if len(sources) > 1 and not all(map(_JOINS_INSIDE.search, calls)):
+            return False
         steps = [s for s in (name, *self._sources[name]) if s not in self._kinds]
         return all(_INTERNAL.fullmatch(step) or _MOVES.fullmatch(step) for step in steps)
 
@@ -100,7 +139,7 @@ class _Reader:
         calls: dict[str, tuple[list[str], list[str]]] = {}
         copies = copied(self._graph, self._initializers)
         for node in all_nodes(self._graph.node):
-            text = next((entry.value for entry in node.metadata_props if entry.key == _CALL), "")
+            text = _call_of(node)
             if not text:
                 continue
             if text not in calls:

@@ -40,6 +40,8 @@ def from_torchscript(graph: onnx.GraphProto) -> Origins:
     result.split = _transposed_copies(tensors)
     for name, original in result.split.items():
         result.add_alias(name, original)
+    told = [name for name, counts in result.parameters.items() if counts and name in tensors]
+    result.unknown = [name for name in told if is_generated(name) and name not in result.aliases]
     for name in tensors if copies else ():
         found = [n for n in result.names(name) if not is_generated(n) and not n.endswith(_STATISTICS)]
         # Several names in one module, such as those of the two biases of a recurrent layer, are one tensor.

@@ -19,7 +19,9 @@ _ROLES = {
     "GroupNormalization": {1: "weight", 2: "bias"},
     "BatchNormalization": {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"},
 }
-_RECURRENT = {1: ("weight_ih",), 2: ("weight_hh",), 3: ("bias_ih", "bias_hh")}
+# Operators of recurrent layers, and the beginnings of the names that PyTorch's modules have for operands.
+RECURRENT = ("LSTM", "GRU", "RNN")
+RECURRENT_ROLES = {1: ("weight_ih",), 2: ("weight_hh",), 3: ("bias_ih", "bias_hh")}
 
 
 def module_of(node: onnx.NodeProto) -> str:
@@ -44,10 +46,13 @@ def role_names(node: onnx.NodeProto, place: int, module: str, number: int) -> li
     """Return what the module would call an operand of its node, the `number`-th of this operator in it."""
     if not module:
         return []
-    if node.op_type in ("LSTM", "GRU", "RNN"):
+    if node.op_type in RECURRENT:
         both = any(a.name == "direction" and a.s == b"bidirectional" for a in node.attribute)
-        names = [f"{role}_l{number}" for role in _RECURRENT.get(place, ())]
+        names = [f"{role}_l{number}" for role in RECURRENT_ROLES.get(place, ())]
         names += [f"{name}_reverse" for name in names] if both else []
+    elif node.op_type == "MatMul" and place == 0:
+        # Linear layers multiply by their weights from the right: this is an operand that was a constant.
+        names = []
     else:
         names = [_ROLES.get(node.op_type, {}).get(place, "weight")]
     return [f"{module}.{name}" for name in names]
@@ -65,6 +70,5 @@ def names_by_bias(graph: onnx.GraphProto, named: Callable[[str], bool]) -> dict[
                 module, _, last = bias.rpartition(".")
                 if product in products and named(bias) and last.endswith("bias"):
                     weight = f"{module}." * bool(module) + last.removesuffix("bias") + "weight"
-                    for operand in products[product].input:
-                        found.setdefault(operand, []).append(weight)
+                    found.setdefault(products[product].input[1], []).append(weight)
     return found
