@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortgrad.graph.constants import constant_values
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.conv.conv import conv_grad, is_depthwise
@@ -16,6 +17,7 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 def use_depthwise(model: ir.Model) -> ir.Model:
     """Replace nodes of ConvGrad, and nodes of Conv whose weights are not constant."""
     names: Names | None = None
+    constant = constant_values(model)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         is_gradient = (node.domain, node.op_type) == (conv_grad.domain, conv_grad.name)
         is_forward = (node.domain, node.op_type) == ("", "Conv")
@@ -24,7 +26,7 @@ def use_depthwise(model: ir.Model) -> ir.Model:
         if is_gradient:
             # The call is the same.
             node.op_type, node.domain = depthwise_conv_grad.name, INTERNAL_DOMAIN
-        elif not is_constant(node.inputs[1]):
+        elif node.inputs[1] not in constant:
             names = names or Names.of(model)
             node.op_type, node.domain = depthwise_conv.name, INTERNAL_DOMAIN
             complete_node(model, node, depthwise_conv, names)
@@ -37,16 +39,3 @@ def _is_depthwise(node: ir.Node, w: ir.Value | None) -> bool:
         return False
     group = node.attributes.get_int("group", 1)
     return is_depthwise(tuple(n if isinstance(n, int) else None for n in w.shape), group)
-
-
-def is_constant(value: ir.Value | None) -> bool:
-    """Return whether onnxruntime computes the value once: it depends on no input."""
-    seen, values = {value}, [value]
-    for each in values:
-        node = None if each is None else each.producer()
-        if node is not None:
-            values += [v for v in node.inputs if v not in seen]
-            seen.update(node.inputs)
-        elif each is not None and (each.is_graph_input() or not each.is_initializer()):
-            return False
-    return True

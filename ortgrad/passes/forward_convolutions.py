@@ -10,13 +10,13 @@ import math
 
 import onnx_ir as ir
 
+from ortgrad.graph.constants import constant_values
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
 from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import ACTIVATIONS, dense_conv, is_fastest
 from ortgrad.ops.conv.winograd import winograd_conv
 from ortgrad.passes.complete import complete_node
-from ortgrad.passes.depthwise import is_constant
 from ortgrad.passes.fusable import known_shape, read_constant
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -25,8 +25,10 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 def use_forward_convolutions(model: ir.Model) -> ir.Model:
     """Replace the nodes of Conv for which the compiled kernel was measured to be faster."""
     names: Names | None = None
+    constant = constant_values(model)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if (node.domain, node.op_type) == ("", "Conv") and _is_faster(node):
+        is_conv = (node.domain, node.op_type) == ("", "Conv")
+        if is_conv and node.inputs[1] not in constant and _is_faster(node):
             names = names or Names.of(model)
             _replace(model, node, names)
     return model
@@ -34,7 +36,7 @@ def use_forward_convolutions(model: ir.Model) -> ir.Model:
 
 def _is_faster(node: ir.Node) -> bool:
     x, w = node.inputs[0], node.inputs[1]
-    if x is None or w is None or w.shape is None or w.dtype not in _TYPES or is_constant(w):
+    if x is None or w is None or w.shape is None or w.dtype not in _TYPES:
         return False
     strides = node.attributes.get_ints("strides")
     # onnxruntime has no kernel for numbers in double precision.

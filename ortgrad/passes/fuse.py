@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from ortgrad.fusion.expressions import TABLE
 from ortgrad.fusion.kernel import DOMAIN, NAMES, fused_operator
 from ortgrad.fusion.program import Constant, Operand, Program, Step
+from ortgrad.graph.constants import constant_values
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.traversal import dependencies
@@ -42,9 +43,10 @@ def fuse(model: ir.Model) -> ir.Model:
         infer_types(model)
     drop_copies(model)
     names = Names.of(model)
+    constant = constant_values(model)
     fused = False
     for graph in list(model.graphs()):
-        fused |= _fuse_graph(graph, names)
+        fused |= _fuse_graph(graph, names, constant)
     if fused:
         model.opset_imports.setdefault(DOMAIN, 1)
     return model
@@ -56,12 +58,14 @@ def _knows_little(model: ir.Model) -> bool:
     return 2 * sum(known_shape(value) is None for value in values) > len(values)
 
 
-def _fuse_graph(graph: ir.Graph, names: Names) -> bool:
+def _fuse_graph(graph: ir.Graph, names: Names, constant: Collection[ir.Value]) -> bool:
     nodes = list(graph)
     for node in nodes:
         infer_broadcast(node)
-    fusable = {node: each for node in nodes if (each := read_fusable(node)) is not None}
-    sums = [each for node in nodes if (each := read_sum(node)) is not None]
+    # onnxruntime folds the others.
+    computed = [node for node in nodes if not node.outputs or node.outputs[0] not in constant]
+    fusable = {node: each for node in computed if (each := read_fusable(node)) is not None}
+    sums = [each for node in computed if (each := read_sum(node)) is not None]
     kept = left_to_onnxruntime(nodes)
     groups = Groups(nodes, [*(each for node, each in fusable.items() if node not in kept), *sums]).merge_all()
     groups = _most_useful(groups)

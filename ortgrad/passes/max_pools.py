@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortgrad.graph.constants import computed_nodes
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.max_pool import max_pool_with_indices
@@ -15,7 +16,7 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 def use_max_pool(model: ir.Model) -> ir.Model:
     """Replace nodes of MaxPool whose indices are used, unless they have dilations or count by columns."""
     names: Names | None = None
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in computed_nodes(model):
         if (node.domain, node.op_type) == ("", "MaxPool") and _is_supported(node):
             names = names or Names.of(model)
             for name in ("dilations", "storage_order"):

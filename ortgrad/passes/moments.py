@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.graph.constants import computed_nodes
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.moments import kept_axes, moments_of
@@ -30,7 +31,7 @@ class _Mean(NamedTuple):
 def use_moments(model: ir.Model) -> ir.Model:
     """Replace them in the graph and in subgraphs."""
     names: Names | None = None
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in computed_nodes(model):
         if node.op_type == "Reciprocal" and node.domain == "" and node.graph is not None:
             names = names or Names.of(model)
             _replace(model, node, names)

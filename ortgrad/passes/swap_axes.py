@@ -7,6 +7,7 @@ import math
 import onnx_ir as ir
 
 from ortgrad.compiled.functions import TILE
+from ortgrad.graph.constants import computed_nodes
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.swap_axes import swap_axes, swapped
@@ -18,7 +19,7 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 def use_swap_axes(model: ir.Model) -> ir.Model:
     """Replace nodes of Transpose that swap two neighbouring axes and leave runs of elements together."""
     names: Names | None = None
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in computed_nodes(model):
         axis = _axis(node) if (node.domain, node.op_type) == ("", "Transpose") else None
         if axis is not None:
             names = names or Names.of(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortgrad.graph.constants import computed_nodes
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.transposed_product import FEWEST_TERMS, transposed_product
@@ -17,7 +18,7 @@ _LARGER, _SMALLER = 192, 48
 def use_transposed_products(model: ir.Model) -> ir.Model:
     """Replace large nodes of Gemm that only multiply, with their first input transposed."""
     names: Names | None = None
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in computed_nodes(model):
         if (node.domain, node.op_type) == ("", "Gemm") and _is_supported(node):
             names = names or Names.of(model)
             node.attributes.clear()

@@ -46,7 +46,7 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
     """Implement `prepare` for a loaded model; a model without gradient nodes is returned unchanged.
 
     Without `bodies`, the remaining gradient nodes can run only on their Python kernels. Nodes are then fused,
-    also in models of build_gradient_model without gradient nodes.
+    and constant integers dequantized, also in models of build_gradient_model without gradient nodes.
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
@@ -54,8 +54,8 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
         raise MissingPackageError(
             'kernels="compiled" needs Numba: pip install \'ortgrad[compiled]\'; "auto" does without it'
         )
-    fuses = not bodies and kernels in ("auto", "compiled") and is_built(model)
-    if not fuses and not has_gradient_nodes(model):
+    simplifies = not bodies and is_built(model) and (kernels in ("auto", "compiled") or _dequantizes(model))
+    if not simplifies and not has_gradient_nodes(model):
         return model
     with forks_wait():
         # onnx-ir is slow to import, and models without gradient nodes do not need it.
@@ -63,6 +63,10 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
 
     with forks_wait(), judging(model):
         return prepare_proto(model, kernels, bodies=bodies)
+
+
+def _dequantizes(model: onnx.ModelProto) -> bool:
+    return any(node.op_type == "DequantizeLinear" for node in all_nodes(model.graph.node))
 
 
 def computes_gradients(model: onnx.ModelProto) -> bool:

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.compiled import machine_code
+from ortgrad.graph.constants import constant_values
 from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.serialization import read, write
@@ -20,6 +21,7 @@ from ortgrad.passes.biases import join_biases
 from ortgrad.passes.columns import expand_with_columns
 from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
+from ortgrad.passes.fold_dequantized import fold_dequantized
 from ortgrad.passes.forward_convolutions import use_forward_convolutions
 from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
@@ -29,6 +31,7 @@ from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.open_losses import open_losses
 from ortgrad.passes.pointwise import use_pointwise
 from ortgrad.passes.share_branches import share_branches
+from ortgrad.passes.single_channels import expand_single_channels
 from ortgrad.passes.slices import join_slices
 from ortgrad.passes.swap_axes import use_swap_axes
 from ortgrad.passes.transposed_products import use_transposed_products
@@ -36,7 +39,7 @@ from ortgrad.passes.winograd import use_winograd
 from ortgrad.pipelines.opening import OPENING, Pass, run
 
 # Simplify models for sessions.
-FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases)
+FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases, fold_dequantized)
 # Replace nodes in sessions that run compiled kernels, before gradient nodes are replaced by their bodies and
 # after it. Models that are saved keep their nodes.
 BEFORE_BODIES: tuple[Pass, ...] = (use_pointwise, use_winograd)
@@ -57,7 +60,11 @@ def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onn
     compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
     dimensions = name_dimensions(model)
     sessions = () if bodies else FOR_SESSIONS
-    model = run(model, *OPENING, *sessions, *(BEFORE_BODIES if compiled else ()))
+    model = run(model, *OPENING, *sessions)
+    if compiled:
+        model = run(model, _expand_constant, *BEFORE_BODIES)
+        if kernels == "auto":
+            model = expand_single_channels(model)
     # Compiled sessions merge nodes around convolutions instead.
     replace = expand if bodies or compiled else expand_with_columns
     model = run(model, lambda model: replace(model, _chooser(kernels)), detach)
@@ -84,6 +91,12 @@ def _chooser(kernels: str) -> Callable[[ir.Node, Operator], bool]:
         return any(t.numpy().name not in PYTHON_TYPES for t in types)
 
     return choose
+
+
+def _expand_constant(model: ir.Model) -> ir.Model:
+    """Replace gradient nodes that depend on no input by their bodies, which onnxruntime folds."""
+    constant = constant_values(model, bodies=True)
+    return expand(model, lambda node, operator: node.outputs[0] in constant)
 
 
 def _runs_body(node: ir.Node, operator: Operator, kernels: str) -> bool:

@@ -1,0 +1,46 @@
+"""Values that depend on no input, and that onnxruntime therefore computes once, when a session is made.
+
+It folds nodes of its own operators, in subgraphs too, but neither random ones, nor those that have subgraphs,
+nor DequantizeLinear, which it may merge with others. Kernels of ortgrad, fused nodes too, are never folded: a
+node that replaces a constant one would run again and again.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortgrad.graph.recorder import RANDOM
+from ortgrad.graph.traversal import subgraphs
+from ortgrad.operators.declaration import DOMAIN, find_operator
+
+_DOMAINS = frozenset({"", "ai.onnx", DOMAIN})
+_NOT_FOLDED = RANDOM | {"DequantizeLinear"}
+
+
+def constant_values(model: ir.Model, *, bodies: bool = False) -> set[ir.Value]:
+    """Return the initializers that cannot be fed, and what is computed from them alone.
+
+    With `bodies`, also what gradient nodes compute that could be replaced by their bodies. The nodes must be
+    in topological order.
+    """
+    found: set[ir.Value] = set()
+    for graph in model.graphs():
+        found.update(value for value in graph.initializers.values() if not value.is_graph_input())
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if _is_folded(node, bodies) and all(value is None or value in found for value in node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def computed_nodes(model: ir.Model) -> list[ir.Node]:
+    """Return the nodes of the model and its subgraphs that onnxruntime does not fold."""
+    constant = constant_values(model)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return [node for node in nodes if not node.outputs or node.outputs[0] not in constant]
+
+
+def _is_folded(node: ir.Node, bodies: bool) -> bool:
+    if node.domain not in _DOMAINS or node.op_type in _NOT_FOLDED or subgraphs(node):
+        return False
+    operator = find_operator(node.op_type, node.domain)
+    return operator is None or (bodies and operator.body is not None)
