@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortgrad.autodiff.definitions import all_definitions, all_reasons
+from ortgrad.autodiff.definitions import all_definitions, all_reasons, retired_operators
 from ortgrad.autodiff.rules import all_rules
 from ortgrad.dialects.optimizers import optimizers
 from ortgrad.dialects.training import training_operators
@@ -123,6 +123,9 @@ def operator_table() -> str:
         "Their definition in operators that have a rule replaces nodes between `wrt` and `of`.",
         "",
         " ".join(f"`{name}`" for name in defined),
+        "",
+        "In models of opset 9 and older, in which onnxruntime runs them, also in the forward part: "
+        + " ".join(f"`{name}`" for name in retired_operators()),
         "",
         "## Operators of onnxruntime without a gradient",
         "",

@@ -45,7 +45,7 @@ _CUTOFF = 0.6
 
 
 def checked(function: _Callable) -> _Callable:
-    """Let a function, or the constructor of a class, offer the nearest name for an unknown keyword.
+    """Let a function, or the public methods of a class, offer the nearest name for an unknown keyword.
 
     >>> from ortgrad.keywords import checked
     >>> @checked
@@ -56,33 +56,49 @@ def checked(function: _Callable) -> _Callable:
     ortgrad.errors.ArgumentTypeError: fit() has no argument 'epoch'; did you mean 'epochs'?
     """
     if isinstance(function, type):
-        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        for name, member in list(vars(function).items()):
+            if name in ("__init__", "__call__") or not name.startswith("_"):
+                setattr(function, name, _checked_member(member))
         return function
+    parameters = inspect.signature(function).parameters.values()
     known = [
         parameter.name
-        for parameter in inspect.signature(function).parameters.values()
+        for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
+    if not set(known) - {"self", "cls"} or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function
     accepted = frozenset(known)
-    name = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    name = function.__qualname__.rpartition("<locals>.")[2]
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if not accepted.issuperset(keywords):
             unknown = next(keyword for keyword in keywords if keyword not in accepted)
-            raise ArgumentTypeError(f"{name}() has no argument {unknown!r}{_offer(unknown, known)}")
+            made = function.__name__ == "__init__" and arguments
+            label = type(arguments[0]).__name__ if made else name.removesuffix(".__init__")
+            raise ArgumentTypeError(f"{label}() has no argument {unknown!r}{offer(unknown, known)}")
         return function(*arguments, **keywords)
 
     return call  # type: ignore[return-value]
 
 
-def _offer(unknown: str, known: list[str]) -> str:
+def _checked_member(member: Any) -> Any:
+    """Return a member of a class, checked if it is a method."""
+    if isinstance(member, (classmethod, staticmethod)):
+        return type(member)(checked(member.__func__))
+    return checked(member) if inspect.isfunction(member) else member
+
+
+def offer(unknown: str, known: list[str]) -> str:
+    """Return the end of an error about an unknown keyword: the nearest one, or all that are known."""
     elsewhere = _ELSEWHERE.get(unknown)
-    near = difflib.get_close_matches(unknown.lower(), known, 1, _CUTOFF)
-    best = elsewhere if elsewhere in known else near[0] if near else None
+    by_case = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(unknown.lower(), list(by_case), 1, _CUTOFF)
+    best = elsewhere if elsewhere in known else by_case[near[0]] if near else None
     if best is not None:
         return f"; did you mean {best!r}?"
-    return f"; it has {', '.join(name for name in known if name != 'self')}"
+    return f"; it has {', '.join(name for name in known if name not in ('self', 'cls'))}"
 
 
 def outside() -> int:

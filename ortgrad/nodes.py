@@ -18,7 +18,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortgrad.errors import NodeError
+from ortgrad.errors import ArgumentTypeError, NodeError
+from ortgrad.keywords import checked, offer
 from ortgrad.operators.call import EMPTY_PREFIX, make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, all_operators, find_operator
 from ortgrad.pipelines.prepare import Kernels, prepare_loaded
@@ -51,6 +52,12 @@ def _builder(operator: Operator) -> Any:
             if key in given:
                 raise TypeError(f"{operator.builder_name} got {key!r} twice")
             given[key] = keywords.pop(key)
+        unknown = [key for key in keywords if key not in operator.attributes]
+        if unknown:
+            known = [*names, "outputs", *operator.attributes, "name", "dtype"]
+            raise ArgumentTypeError(
+                f"{operator.builder_name}() has no argument {unknown[0]!r}{offer(unknown[0], known)}"
+            )
         outputs = given.pop("outputs", [parameter.name for parameter in operator.outputs])
         return _make_node(operator, given, outputs, keywords, name, np.dtype(dtype).name)
 
@@ -104,6 +111,7 @@ def _make_node(
     )
 
 
+@checked
 def make_model(
     nodes: onnx.NodeProto | Sequence[onnx.NodeProto],
     *,

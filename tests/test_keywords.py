@@ -11,35 +11,56 @@ import onnx
 import pytest
 
 import ortgrad
+import ortgrad.training.api
+import ortgrad.training.onnxblock
 from ortgrad import training
 from ortgrad.errors import ArgumentTypeError, TrainingError
+from ortgrad.operators.declaration import all_operators
 from ortgrad.training import Trainer, artifacts, lora
 
-# What ortgrad itself makes and hands out.
-HANDED_OUT = {"GradientCheck", "Result"}
+PUBLIC = (
+    *(ortgrad, training, training.api, artifacts, lora, training.onnxblock, training.onnxblock.blocks),
+    *(training.onnxblock.loss, training.onnxblock.optim),
+)
+# What is a subclass's own: they take any keywords.
+ANY = {"Block.build", "ForwardBlock.build", "TrainingBlock.build"}
 
 
 def callables() -> dict[str, Callable[..., Any]]:
+    """All public functions, constructors and methods, with the package's own names for arguments."""
     found: dict[str, Callable[..., Any]] = {}
-    for module in (ortgrad, training, artifacts, lora):
-        for name in module.__all__:
+    for module in PUBLIC:
+        defined = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+        for name in getattr(module, "__all__", defined):
             value = getattr(module, name)
-            if isinstance(value, type) and issubclass(value, (BaseException, artifacts.Enum)):
-                continue
-            if callable(value) and name not in HANDED_OUT:
-                found[f"{module.__name__}.{name}"] = value
-    for name in ("fit", "step", "evaluate"):
-        found[f"Trainer.{name}"] = getattr(Trainer, name)
+            if inspect.isfunction(value) and value.__module__.startswith("ortgrad"):
+                found |= {name: value} if keywords_of(value) else {}
+            elif isinstance(value, type) and value.__module__.startswith("ortgrad"):
+                found |= methods(value)
+    return {name: f for name, f in found.items() if not name.startswith("_") and name not in ANY}
+
+
+def methods(kind: type) -> dict[str, Callable[..., Any]]:
+    if issubclass(kind, (BaseException, artifacts.Enum)):
+        return {}
+    found = {}
+    for each in reversed(kind.__mro__):
+        for name in vars(each) if each.__module__.startswith("ortgrad") else ():
+            value = getattr(kind, name)
+            public = name in ("__init__", "__call__") or not name.startswith("_")
+            if public and callable(value) and keywords_of(value):
+                label = kind.__name__ if name == "__init__" else f"{kind.__name__}.{name}"
+                found[label] = value
     return found
-
-
-CALLABLES = callables()
 
 
 def keywords_of(function: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in kinds and p.name != "self"]
+
+
+CALLABLES = callables()
 
 
 def misspelt(name: str) -> list[str]:
@@ -57,10 +78,30 @@ def test_signatures_are_explicit(name: str) -> None:
         assert parameter.name == "self" or parameter.annotation is not parameter.empty
 
 
+def test_the_whole_interface_is_swept() -> None:
+    expected = {"fit", "Trainer", "Trainer.save", "InferenceSession.run", "Module.train", "Optimizer"}
+    expected |= {"generate_artifacts", "CrossEntropyLoss.build", "Linear", "base", "operator"}
+    assert expected <= set(CALLABLES)
+    assert len(CALLABLES) > 60
+
+
 @pytest.mark.parametrize("name", CALLABLES)
 def test_misspelt_keywords_offer_the_nearest(name: str) -> None:
     function = CALLABLES[name]
-    known = keywords_of(function)
+    check_keywords(function, keywords_of(function))
+
+
+BUILDERS = {operator.builder_name: operator for operator in all_operators()}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_misspelt_keywords_of_builders(name: str) -> None:
+    operator = BUILDERS[name]
+    known = [p.name for p in operator.inputs] + ["outputs", *operator.attributes, "name", "dtype"]
+    check_keywords(getattr(ortgrad.nodes, name), known)
+
+
+def check_keywords(function: Callable[..., Any], known: list[str]) -> None:
     for keyword in known:
         for variant in misspelt(keyword):
             # Short names and numbered ones have several neighbours, or none that is similar enough.

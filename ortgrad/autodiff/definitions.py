@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Definition: TypeAlias = "Callable[[Recorder, NodeView], Sequence[ir.Value | None] | ir.Value]"
 _Definition = TypeVar("_Definition", bound=Definition)
 
+# Operators that models of opset 9 and older have in ONNX's domain, as onnxruntime runs them there.
+RETIRED = "ortgrad.retired"
+
 _definitions: dict[tuple[str, str], Definition] = {}
 _reasons: dict[tuple[str, str], str] = {}
 
@@ -59,8 +62,15 @@ def find_definition(op_type: str, domain: str) -> Definition | None:
 
 
 def all_definitions() -> Mapping[tuple[str, str], Definition]:
-    """Return all definitions by (domain, operator)."""
-    return {key: function for key, function in _definitions.items() if key not in _reasons}
+    """Return all definitions by (domain, operator), without those of old operators."""
+    return {
+        key: function for key, function in _definitions.items() if key not in _reasons and key[0] != RETIRED
+    }
+
+
+def retired_operators() -> list[str]:
+    """Return the operators with a definition for models of opset 9 and older."""
+    return sorted(op_type for domain, op_type in _definitions if domain == RETIRED)
 
 
 def all_reasons() -> Mapping[tuple[str, str], str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ortgrad.errors import WrongGradientError
+from ortgrad.keywords import checked
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Row:
         return self.judged and not self.ok
 
 
+@checked
 @dataclass(frozen=True)
 class GradientCheck:
     """The result of `check_gradients`. `forward` says what ran the forward pass.

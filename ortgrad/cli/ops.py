@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ortgrad.autodiff.definitions import all_definitions
+from ortgrad.autodiff.definitions import all_definitions, retired_operators
 from ortgrad.autodiff.rules import all_rules
 from ortgrad.cli.exit_codes import fail
 from ortgrad.operators.declaration import all_operators
@@ -18,8 +18,9 @@ def command(arguments: argparse.Namespace) -> int:
     defined = sorted({_qualified(*key) for key in all_definitions()} - set(rules))
     defined = [name for name in defined if text in name.lower()]
     differentiable = sorted(name for name, rule in rules.items() if text in name.lower() and rule.function)
+    retired = [name for name in retired_operators() if text in name.lower()]
     constant = sorted(name for name, rule in rules.items() if text in name.lower() and not rule.function)
-    if not (operators or differentiable or defined or constant):
+    if not (operators or differentiable or defined or retired or constant):
         return fail(f"there is no gradient operator or rule with {arguments.filter!r} in its name")
     if operators:
         print("Gradient operators:")
@@ -33,6 +34,7 @@ def command(arguments: argparse.Namespace) -> int:
     for title, names in (
         ("Operators with a gradient rule:", differentiable),
         ("Operators that are differentiated through a definition:", defined),
+        ("Old operators that are replaced by a definition (opset 9 and older):", retired),
         ("Operators through which no gradient flows:", constant),
     ):
         if names:

@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ortgrad.errors import ModelError
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import FLOATS
 
 Arrays = dict[str, np.ndarray]
@@ -35,7 +36,8 @@ def refuse_foreign(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> None:
     """Raise ModelError if a feed is not an input, or has no numbers for a floating-point one."""
     unknown = sorted(set(feeds) - {value.name for value in model.graph.input})
     if unknown:
-        raise ModelError(f"the model has no input {unknown[0]!r} to feed")
+        near = nearest(unknown[0], (value.name for value in model.graph.input))
+        raise ModelError(f"the model has no input {unknown[0]!r} to feed{near}")
     for value in model.graph.input:
         if value.name in feeds and value.type.tensor_type.elem_type in FLOATS:
             dtype = np.asarray(feeds[value.name]).dtype

@@ -6,15 +6,20 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
-from ortgrad.errors import ModelError
+from ortgrad.autodiff.definitions import RETIRED, find_definition
+from ortgrad.errors import ModelError, NodeError
 from ortgrad.graph.inference import infer_types
+from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import MINIMUM_OPSET
 from ortgrad.graph.serialization import from_proto, to_proto
 from ortgrad.operators.schema import with_schemas
+from ortgrad.passes.definitions import put_definition
 from ortgrad.passes.inline import inline
 from ortgrad.passes.scan8 import hide_old_scans, restore_scans
 
 _HIDDEN = "ortgrad.unknown"
+# The last opset in which onnxruntime knows the operators of `ops/retired`.
+_LAST_RETIRED = 9
 
 
 def at_minimum_opset(model: ir.Model) -> ir.Model:
@@ -39,10 +44,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     model = from_proto(converted)
     restore_scans(model, scans)
     if hidden:
-        for node in model.graph.all_nodes():
-            if node.domain == _HIDDEN:
-                node.domain = ""
-        del model.opset_imports[_HIDDEN]
+        _restore_unknown(model, version)
     for node in model.graph.all_nodes():
         rounding = roundings.get(node.outputs[0].name or "")
         if node.op_type == "Resize" and rounding is not None:
@@ -56,7 +58,8 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
 def _hide_unknown(model: ir.Model, version: int) -> bool:
     """Move operators that onnxruntime adds to ONNX's domain to another one; the converter refuses them.
 
-    These are SimplifiedLayerNormalization, and LayerNormalization before opset 17. They have one version.
+    These are SimplifiedLayerNormalization, LayerNormalization before opset 17, and ThresholdedRelu before
+    opset 10, which have one version; and those that have definitions (`ops/retired`).
     """
     unknown = [
         node
@@ -67,6 +70,21 @@ def _hide_unknown(model: ir.Model, version: int) -> bool:
         node.domain = _HIDDEN
         model.opset_imports[_HIDDEN] = 1
     return bool(unknown)
+
+
+def _restore_unknown(model: ir.Model, version: int) -> None:
+    """Move the hidden operators back; put the definitions of those that onnxruntime knew before in place."""
+    del model.opset_imports[_HIDDEN]
+    names = Names.of(model)
+    for node in [node for node in model.graph.all_nodes() if node.domain == _HIDDEN]:
+        node.domain = ""
+        if version > _LAST_RETIRED or find_definition(node.op_type, RETIRED) is None:
+            continue
+        node.domain = RETIRED
+        try:
+            put_definition(node, MINIMUM_OPSET, names)
+        except NodeError as error:
+            raise ModelError(f"{node.op_type} node {node.name or node.outputs[0].name!r}: {error}") from error
 
 
 def _flatten_hardmax(model: ir.Model) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import onnxruntime
 from ortgrad.errors import ModelError
 from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
 from ortgrad.operators.assertions import explain
@@ -30,6 +31,8 @@ _NOT_CHOSEN, _ERRORS, _FATAL = -1, 3, 4  # logging levels
 _FUSES_TOO_MUCH = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 26)
 _IMPORT = onnx.OperatorSetIdProto(domain=DOMAIN, version=1)
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+# How onnxruntime refuses names of inputs and outputs.
+_OF_NAMES: tuple[type[Exception], ...] = (ValueError, *onnxruntime_errors())
 # The bytes of a model whose activations take little memory.
 _SMALL_MODEL = 1 << 18
 
@@ -79,6 +82,7 @@ def _has_entry(options: onnxruntime.SessionOptions, key: str) -> bool:
     return True
 
 
+@checked
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An onnxruntime.InferenceSession that runs gradient operators.
 
@@ -97,7 +101,6 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     [array([1.  , 0.75], dtype=float32)]
     """
 
-    @checked
     def __init__(
         self,
         path_or_bytes: ModelLike,
@@ -193,7 +196,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         except AttributeError:
             # A list, a sequence or an OrtValue.
             size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
-        return self._monitor.run(super().run, (output_names, input_feed), run_options, size)
+        try:
+            return self._monitor.run(super().run, (output_names, input_feed), run_options, size)
+        except _OF_NAMES as error:
+            _name_unknown(self, error, input_feed, output_names)
+            raise
 
     def run_with_ort_values(
         self,
@@ -203,7 +210,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     ) -> Sequence[onnxruntime.OrtValue]:
         size = size_of(input_dict_ort_values.values())
         arguments = output_names, input_dict_ort_values
-        return self._monitor.run(super().run_with_ort_values, arguments, run_options, size)
+        try:
+            return self._monitor.run(super().run_with_ort_values, arguments, run_options, size)
+        except _OF_NAMES as error:
+            _name_unknown(self, error, input_dict_ort_values, output_names)
+            raise
 
     def io_binding(self) -> Binding:
         return Binding(self)
@@ -292,6 +303,22 @@ def _serialize(model: onnx.ModelProto) -> bytes:
         raise ModelError(
             "the model is larger than 2 GB: save it with external data and give the path"
         ) from error
+
+
+def _name_unknown(
+    session: onnxruntime.InferenceSession,
+    error: Exception,
+    feeds: Iterable[str],
+    outputs: Iterable[str] | None,
+) -> None:
+    """Raise onnxruntime's error with the nearest names, if a name of an input or output is not known."""
+    inputs = [value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())]
+    results = [value.name for value in session.get_outputs()]
+    for kind, known, given in (("input", inputs, feeds), ("output", results, outputs or ())):
+        for name in given:
+            if name not in known:
+                text = f"the model has no {kind} {name!r}{nearest(name, known)} ({error})"
+                raise type(error)(text) from error
 
 
 def _explain(model: onnx.ModelProto, error: Exception) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ortgrad.errors import ArgumentTypeError, TrainingError
+from ortgrad.graph.matching import nearest
 
 Batch = list[np.ndarray]
 
@@ -96,7 +97,10 @@ class Inputs:
             unknown = [name for name in batch if name not in self.names]
             if missing or unknown:
                 problem = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}"
-                raise TrainingError(f"{what} {problem}; the model takes {', '.join(self.names)}")
+                near = nearest(unknown[0], self.names) if unknown and not missing else ""
+                if unknown and missing:
+                    problem += f", but {unknown[0]!r}"
+                raise TrainingError(f"{what} {problem}; the model takes {', '.join(self.names)}{near}")
             return [self.fitted(name, batch[name]) for name in self.names]
         if not isinstance(batch, (tuple, list)):
             raise ArgumentTypeError(f"{what} is a {type(batch).__name__}, not a tuple or dict of arrays")

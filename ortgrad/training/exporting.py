@@ -12,6 +12,7 @@ import onnx
 
 from ortgrad.errors import ArgumentTypeError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import all_graphs, copy_of
 from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
@@ -53,7 +54,8 @@ def export(
         if name in written:
             continue
         if name not in places:
-            raise TrainingModelError(f"the model has no parameter {name!r}; is it the one that was trained?")
+            near = nearest(name, places) or "; is it the one that was trained?"
+            raise TrainingModelError(f"the model has no parameter {name!r}{near}")
         tensor = places[name]
         if tensor.data_type in HALVES and array.dtype == np.float32:
             array = in_half_precision(name, array, tensor.data_type)

@@ -13,6 +13,7 @@ from onnx import helper
 
 from ortgrad.errors import ArgumentTypeError, ModelError, OrtgradError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model, one_line
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import copy_of
 from ortgrad.keywords import checked
 from ortgrad.training import onnxblock
@@ -98,7 +99,10 @@ def with_loss(
 ) -> tuple[onnx.ModelProto, str, int | None]:
     """Return the model with a loss, the name of its scores, and the dimension of the classes."""
     if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
-        raise TrainingError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block")
+        near = nearest(str(loss), [*LOSSES, *(value.name for value in load_model(model).graph.output)])
+        raise TrainingError(
+            f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block{near}"
+        )
     options = {key: value for key, value in given.items() if value is not None}
     check_options(loss, options)
     proto = copy_of(open_linear_models(load_model(model)))

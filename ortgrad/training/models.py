@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
 from ortgrad.graph.loading import judging, load_model
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.pipelines.stops import warn_about_stops
@@ -125,9 +126,9 @@ def build_models(
     wrt = [value.name for value in inputs if value.name in requires_grad]
     missing = sorted(set(requires_grad) - set(wrt))
     if missing:
-        known = ", ".join(value.name for value in inputs[:20])
+        near = nearest(missing[0], (each.name for each in (*inputs, *model.graph.initializer)))
         raise TrainingModelError(
-            f"requires_grad={missing[0]!r} is no initializer and no input of the model (it has: {known})"
+            f"requires_grad={missing[0]!r} is neither an initializer nor an input of the model{near}"
         )
     evaluation = in_evaluation(model)
     evaluation.graph.input.extend(parameters.inputs)

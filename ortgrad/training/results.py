@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from ortgrad.errors import MissingPackageError
+from ortgrad.keywords import checked
 
 if TYPE_CHECKING:
     from ortgrad.training.state import TrainingState
@@ -24,6 +25,7 @@ class Epoch:
     metric: float | None = None
 
 
+@checked
 @dataclass
 class Result:
     """What came of a training; its text is one line.

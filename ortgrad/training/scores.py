@@ -10,6 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ortgrad.errors import NameNotFoundError, TrainingModelError
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import FLOATS, dependencies
 from ortgrad.training.linear_models import ML
 from ortgrad.training.onnxblock import graph as graphs
@@ -22,8 +23,12 @@ def output_of(model: onnx.ModelProto, output: str | None) -> str:
     producers = _producers(model)
     if output is not None:
         if not graphs.exists(model, output):
-            known = ", ".join(value.name for value in model.graph.output)
-            raise NameNotFoundError(f"output={output!r} is not a value of the model (its outputs: {known})")
+            outputs = [value.name for value in model.graph.output]
+            inner = (name for node in model.graph.node for name in node.output)
+            near = nearest(output, [*outputs, *inner])
+            raise NameNotFoundError(
+                f"output={output!r} is not a value of the model (its outputs: {', '.join(outputs)}){near}"
+            )
         return _before_map(producers, output)
     sliced = _before_columns(model, producers)
     if sliced is not None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ortgrad.errors import TrainingError, TrainingModelError
+from ortgrad.errors import NameNotFoundError, TrainingError, TrainingModelError
+from ortgrad.graph.matching import nearest
 from ortgrad.training.buffers import Arena
 from ortgrad.training.checkpoint import Checkpoint, OptimizerGroup
 from ortgrad.training.checkpoint.state import Property
@@ -55,6 +56,8 @@ class TrainingState:
 
     def parameter(self, name: str) -> np.ndarray:
         """Return the array of a parameter."""
+        if name not in self:
+            raise NameNotFoundError(f"there is no parameter {name!r}{nearest(name, self.names)}")
         return self.trainable[name] if name in self.trainable else self.frozen[name]
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -15,6 +15,7 @@ import onnx
 
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
+from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
 from ortgrad.progress import Progress
 from ortgrad.threads import call_elsewhere
@@ -51,6 +52,7 @@ class _Block:
     weight_decay: float
 
 
+@checked
 class Trainer:
     """Trains a forward model: loss, optimizer and state in one object.
 
@@ -83,7 +85,6 @@ class Trainer:
     [[3.0], [1.0]]
     """
 
-    @checked
     def __init__(
         self,
         model: ModelLike,
@@ -211,7 +212,6 @@ class Trainer:
 
     # Steps
 
-    @checked
     def step(self, *batches: Any, total: int | None = None) -> float:
         """Make a step on a batch, or on several whose gradients are averaged; returns the mean loss.
 
@@ -273,7 +273,6 @@ class Trainer:
 
     # Training
 
-    @checked
     def fit(
         self,
         data: Any,
@@ -401,7 +400,6 @@ class Trainer:
             history=list(place.history),
         )
 
-    @checked
     def evaluate(
         self, data: Any, metric: Metric | None = None, *, batch_size: int = 32
     ) -> tuple[float, float | None]:
@@ -458,7 +456,8 @@ class Trainer:
 def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> AnyOptimizer:
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
-            raise TrainingError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}")
+            known, near = ", ".join(OPTIMIZERS), nearest(optimizer, OPTIMIZERS)
+            raise TrainingError(f"optimizer is {optimizer!r}; it must be one of {known}{near}")
         optimizer = OPTIMIZERS[optimizer]()
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__}, not a name or an optimizer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ortgrad.errors import ArgumentTypeError
+from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
 from ortgrad.training.api.parameters import Parameter, Parameters, Properties
 from ortgrad.training.state import TrainingState
@@ -12,6 +13,7 @@ from ortgrad.training.state import TrainingState
 __all__ = ["CheckpointState", "Parameter"]
 
 
+@checked
 class CheckpointState:
     """Parameters, gradients, optimizer state and properties of a training.
 

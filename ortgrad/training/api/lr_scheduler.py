@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ortgrad.keywords import checked
 from ortgrad.training.api.optimizer import Optimizer
 
 
+@checked
 class LinearLRScheduler:
     """A learning rate that rises linearly in the first steps, and then falls linearly.
 

@@ -13,6 +13,7 @@ import onnxruntime
 
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.graph.tolerated import evaluated
+from ortgrad.keywords import checked
 from ortgrad.threads import call_elsewhere
 from ortgrad.training import graphs
 from ortgrad.training.api.checkpoint_state import CheckpointState
@@ -23,6 +24,7 @@ from ortgrad.training.sessions import BoundSession, read_model
 _NOMINAL = "the checkpoint is nominal. Please load the model parameters first."
 
 
+@checked
 class Module:
     """A model that is trained: in training mode a call computes loss and gradients, else outputs only.
 

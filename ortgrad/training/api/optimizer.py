@@ -7,6 +7,7 @@ import os
 import numpy as np
 
 from ortgrad.errors import ArgumentTypeError, TrainingError
+from ortgrad.keywords import checked
 from ortgrad.threads import call_elsewhere
 from ortgrad.training.api.module import Module
 from ortgrad.training.optimizers.models import read_optimizer
@@ -15,6 +16,7 @@ from ortgrad.training.optimizers.passes import thread_count
 _GROUP = "group0"
 
 
+@checked
 class Optimizer:
     """The optimizer of an optimizer model, on the parameters of a Module.
 

@@ -9,12 +9,14 @@ import numpy as np
 import onnxruntime
 
 from ortgrad.errors import ArgumentTypeError, ParameterNotFoundError, TrainingError
+from ortgrad.keywords import checked
 from ortgrad.training.checkpoint.state import Property
 from ortgrad.training.state import TrainingState, describe
 
 _INT64 = 1 << 63
 
 
+@checked
 class Parameter:
     """A parameter of the model: its value and its gradient, as views of the memory in use.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ortgrad.errors import CheckpointError, CheckpointFileError
+from ortgrad.keywords import checked
 from ortgrad.threads import call_elsewhere
 from ortgrad.training.checkpoint import ortcheckpoint, safetensors
 from ortgrad.training.checkpoint.state import Checkpoint, OptimizerGroup, check
@@ -32,6 +33,7 @@ _KINDS = {
 }
 
 
+@checked
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Return the checkpoint in a file; raises CheckpointError if there is none.
 
@@ -55,6 +57,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         return call_elsewhere(lambda: ortcheckpoint.read(place))
 
 
+@checked
 def save(checkpoint: Checkpoint, path: str | os.PathLike[str], *, sort: bool = False) -> None:
     """Write a checkpoint to a file, which keeps its old contents until the new ones are complete.
 

@@ -12,12 +12,14 @@ import onnx
 from onnx import TensorProto
 
 from ortgrad.errors import NameNotFoundError, TrainingError
+from ortgrad.keywords import checked
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.training.onnxblock import graph
 from ortgrad.training.onnxblock.graph import add_node, generate_graph_name
 from ortgrad.training.onnxblock.model_accessor import current
 
 
+@checked
 class Block(ABC):
     """Adds nodes to the model of the surrounding `onnxblock.base`.
 
@@ -35,6 +37,10 @@ class Block(ABC):
     def __init__(self, temp_file_name: str = "temp.onnx") -> None:
         if os.path.isabs(temp_file_name):
             raise TrainingError(f"temp_file_name is {temp_file_name!r}; it must be a relative path")
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        checked(cls)
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:

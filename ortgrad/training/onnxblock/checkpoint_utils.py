@@ -10,9 +10,11 @@ import onnx
 from onnx import numpy_helper
 
 from ortgrad.errors import TrainingError, TrainingModelError
+from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
 
 
+@checked
 def save_checkpoint(
     parameters: tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]],
     path_to_checkpoint: str | os.PathLike[str],
@@ -38,6 +40,7 @@ def save_checkpoint(
     )
 
 
+@checked
 def load_checkpoint_to_model(path_to_checkpoint: str | os.PathLike[str], model: onnx.ModelProto) -> None:
     """Set the initializers of the model to the parameters of the same names in the checkpoint.
 

@@ -9,6 +9,7 @@ import onnx
 from onnx import TensorProto
 
 from ortgrad.errors import NameNotFoundError
+from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import copy_of
 from ortgrad.operators.schema import with_schemas
 
@@ -175,6 +176,7 @@ def register_outputs(model: onnx.ModelProto, names: str | tuple[str, ...] | list
         if name not in known:
             raise NameNotFoundError(
                 f"{name!r} cannot be an output: there is no such value, or its type is not known"
+                f"{nearest(name, known)}"
             )
         outputs.append(onnx.ValueInfoProto.FromString(known[name].SerializeToString()))
     del graph.output[:]

@@ -14,6 +14,7 @@ import onnx
 
 from ortgrad.errors import TrainingError
 from ortgrad.graph.protos import copy_of
+from ortgrad.keywords import checked
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.training.versions import NEWEST_IR_VERSION, NEWEST_OPSET
 
@@ -52,6 +53,7 @@ def current() -> ModelAccessor:
     return accessor
 
 
+@checked
 @contextmanager
 def base(model: onnx.ModelProto, model_path: str | None = None) -> Iterator[ModelAccessor]:
     """Within this context, blocks build on a copy of the model, which the accessor holds.
@@ -71,6 +73,7 @@ def base(model: onnx.ModelProto, model_path: str | None = None) -> Iterator[Mode
         yield accessor
 
 
+@checked
 @contextmanager
 def empty_base(opset_version: int | None = None) -> Iterator[ModelAccessor]:
     """Within this context, blocks build on an empty model; the default opset is 21.
@@ -105,6 +108,7 @@ def _installed(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
         _accessor.set(None)
 
 
+@checked
 @contextmanager
 def custom_op_library(custom_op_library_path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
     """Within this context, the model may hold operators of the library at this path, which must exist.

@@ -1,0 +1,102 @@
+"""Operators that ONNX has removed or changed, and onnxruntime still runs in models of opset 9 and older.
+
+Their definitions take their place when a model is converted to a newer opset (`passes/opset`), where
+onnxruntime does not know them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortgrad.autodiff.definitions import RETIRED, definition
+from ortgrad.autodiff.node_view import NodeView
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ortgrad.graph.recorder import Recorder
+
+_END = np.iinfo(np.int64).max
+
+
+@definition("Affine", domain=RETIRED)
+def affine(op: Recorder, node: NodeView) -> ir.Value:
+    """alpha X + beta"""
+    return node.input(0) * node.attribute("alpha", 1.0) + node.attribute("beta", 0.0)
+
+
+@definition("Scale", domain=RETIRED)
+def scale(op: Recorder, node: NodeView) -> ir.Value:
+    """scale X"""
+    return node.input(0) * node.attribute("scale", 1.0)
+
+
+@definition("ScaledTanh", domain=RETIRED)
+def scaled_tanh(op: Recorder, node: NodeView) -> ir.Value:
+    """alpha tanh(beta X)"""
+    tanh: ir.Value = op.Tanh(node.input(0) * _required(node, "beta"))
+    return tanh * _required(node, "alpha")
+
+
+@definition("ParametricSoftplus", domain=RETIRED)
+def parametric_softplus(op: Recorder, node: NodeView) -> ir.Value:
+    """alpha log(exp(beta X) + 1)"""
+    softplus: ir.Value = op.Softplus(node.input(0) * _required(node, "beta"))
+    return softplus * _required(node, "alpha")
+
+
+@definition("ImageScaler", domain=RETIRED)
+def image_scaler(op: Recorder, node: NodeView) -> ir.Value:
+    """scale X + bias, with a bias per channel"""
+    bias = np.array(_required(node, "bias"), np.float32).reshape(-1, 1, 1)
+    scaled: ir.Value = op.Add(node.input(0) * node.attribute("scale", 1.0), bias)
+    return scaled
+
+
+@definition("Crop", domain=RETIRED)
+def crop(op: Recorder, node: NodeView) -> ir.Value:
+    """The middle of images: without their borders, or of a given size"""
+    border, size = _required(node, "border"), node.attribute("scale")
+    if len(border) != 4 or len(size or (0, 0)) != 2:
+        raise node.unsupported("its border has four elements, and its scale has two")
+    left, top, right, bottom = border
+    ends = [-bottom or _END, -right or _END] if size is None else [top + size[0], left + size[1]]
+    cropped: ir.Value = op.Slice(node.input(0), [top, left], ends, [2, 3])
+    return cropped
+
+
+@definition("DynamicSlice", domain=RETIRED)
+def dynamic_slice(op: Recorder, node: NodeView) -> ir.Value:
+    """Slice, with bounds that are inputs"""
+    inputs = [node.input(i) for i in range(3)]
+    axes = node.optional(3)
+    sliced: ir.Value = op.Slice(*inputs, *([] if axes is None else [axes]))
+    return sliced
+
+
+@definition("MeanVarianceNormalization", domain=RETIRED)
+def mean_variance_normalization(op: Recorder, node: NodeView) -> ir.Value:
+    """(X - E[X]) / sqrt(Var[X]) of images, over channels as well or not"""
+    axes = [0, 1, 2, 3] if node.attribute("across_channels", 0) else [0, 2, 3]
+    x = node.input(0)
+    result: ir.Value
+    if node.attribute("normalize_variance", 1):
+        result = op.MeanVarianceNormalization(x, axes=axes)
+    else:
+        result = x - op.ReduceMean(x, axes)
+    return result
+
+
+@definition("MemcpyFromHost", "MemcpyToHost")
+def memcpy(op: Recorder, node: NodeView) -> ir.Value:
+    """X; onnxruntime adds them to models that it saves"""
+    return node.input(0)
+
+
+def _required(node: NodeView, name: str) -> Any:
+    value = node.attribute(name)
+    if value is None:
+        raise node.unsupported(f"it has no attribute {name!r}")
+    return value
