@@ -5,7 +5,7 @@ can be computed ahead, may have only constants as inputs there. The results are 
 onnxruntime, which runs the bodies in the file.
 
     python tests/test_constant_nodes.py --count 500   # random models
-    python tests/test_constant_nodes.py model.onnx    # model files; without one: the zoo
+    python tests/test_constant_nodes.py model.onnx    # model files, towards all float inputs and parameters
 """
 
 from __future__ import annotations
@@ -219,6 +219,12 @@ def test_random_models(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 
+def float_inputs(model: onnx.ModelProto) -> list[str]:
+    stored = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in stored]
+    return [value.name for value in inputs if value.type.tensor_type.elem_type == TensorProto.FLOAT]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", type=Path)
@@ -230,6 +236,12 @@ def main() -> None:
                 check(seed, Path(folder))
             except (AssertionError, ortgrad.OrtgradError) as error:
                 print(f"seed {seed}: {str(error)[:1000]}")
+        for path in arguments.models:
+            for wrt in (None, float_inputs(onnx.load(path))):
+                try:
+                    assert_folded(ortgrad.build_gradient_model(path, wrt=wrt), Path(folder))
+                except (AssertionError, ortgrad.OrtgradError) as error:
+                    print(f"{path}, wrt={wrt}: {str(error)[:1000]}")
 
 
 if __name__ == "__main__":

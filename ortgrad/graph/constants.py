@@ -39,6 +39,12 @@ def computed_nodes(model: ir.Model) -> list[ir.Node]:
     return [node for node in nodes if not node.outputs or node.outputs[0] not in constant]
 
 
+def is_dequantized(value: ir.Value | None) -> bool:
+    """Return whether onnxruntime may merge what computes a value with what reads it."""
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
 def _is_folded(node: ir.Node, bodies: bool) -> bool:
     if node.domain not in _DOMAINS or node.op_type in _NOT_FOLDED or subgraphs(node):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.graph.constants import constant_values
+from ortgrad.graph.constants import constant_values, is_dequantized
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.conv.conv import conv_grad, is_depthwise
@@ -26,7 +26,7 @@ def use_depthwise(model: ir.Model) -> ir.Model:
         if is_gradient:
             # The call is the same.
             node.op_type, node.domain = depthwise_conv_grad.name, INTERNAL_DOMAIN
-        elif node.inputs[1] not in constant:
+        elif node.inputs[1] not in constant and not is_dequantized(node.inputs[1]):
             names = names or Names.of(model)
             node.op_type, node.domain = depthwise_conv.name, INTERNAL_DOMAIN
             complete_node(model, node, depthwise_conv, names)

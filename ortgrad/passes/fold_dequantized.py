@@ -66,10 +66,8 @@ def _reads_integers(node: ir.Node, constant: set[ir.Value]) -> bool:
     producers = [producer for value in others if (producer := value.producer()) is not None]
     if not any(_is_dequantization(producer) and producer.inputs[0] not in constant for producer in producers):
         return False
-    if node.op_type == "MatMul":
-        return True
-    uses = [use.node for output in node.outputs for use in output.uses()]
-    return bool(uses) and all(user.op_type == "QuantizeLinear" for user in uses)
+    users = {use.node.op_type for output in node.outputs for use in output.uses()}
+    return users == {"QuantizeLinear"} or (node.op_type == "MatMul" and "QuantizeLinear" not in users)
 
 
 def _replace(node: ir.Node, constant: set[ir.Value], opset: int, names: Names) -> None:

@@ -10,7 +10,7 @@ import math
 
 import onnx_ir as ir
 
-from ortgrad.graph.constants import constant_values
+from ortgrad.graph.constants import constant_values, is_dequantized
 from ortgrad.graph.names import Names
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
 from ortgrad.ops.conv import winograd
@@ -36,7 +36,7 @@ def use_forward_convolutions(model: ir.Model) -> ir.Model:
 
 def _is_faster(node: ir.Node) -> bool:
     x, w = node.inputs[0], node.inputs[1]
-    if x is None or w is None or w.shape is None or w.dtype not in _TYPES:
+    if x is None or w is None or w.shape is None or w.dtype not in _TYPES or is_dequantized(w):
         return False
     strides = node.attributes.get_ints("strides")
     # onnxruntime has no kernel for numbers in double precision.
