@@ -221,7 +221,7 @@ def test_the_default_has_the_elements_of_pytorchs_parameters(case: str, way: str
 def test_names_and_patterns_of_modules(case: str, way: str) -> None:
     found = compared(case, way)
     assert not wrong_names(found, way)
-    assert not wrong_modules(found)
+    assert not wrong_modules(found, way)
 
 
 @pytest.mark.parametrize(
