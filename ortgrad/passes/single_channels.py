@@ -1,8 +1,9 @@
-"""Lets onnxruntime compute the gradients of convolutions towards inputs that have a single channel.
+"""Lets onnxruntime compute gradients of convolutions whose inputs have a single channel.
 
-In the tiles of the compiled kernel, rows are channels: with one row, a tile has too few sums to keep the
-processor busy. The body is a product of matrices with a row for each tap. Spectrograms, which exporters
-write as convolutions of hundreds of taps with large strides, are such convolutions.
+In the tiles of the compiled kernel for dX, rows are channels: with one row, a tile has too few sums to keep
+the processor busy. The body is a product of matrices with a row for each tap. Spectrograms, which exporters
+write as convolutions of hundreds of taps with large strides, are such convolutions. In the tiles for dW,
+lanes of vectors are filters: if these are few as well, the kernel is not worth its copies of X and dY.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from ortgrad.compiled.functions import TILE
 from ortgrad.graph.bodies import record_body
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes, put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.operators.call import Call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
 from ortgrad.ops.conv._compiled import is_fastest
 from ortgrad.ops.conv.conv import conv_grad
@@ -22,12 +25,12 @@ from ortgrad.passes.forward_convolutions import sizes_of
 
 
 def expand_single_channels(model: ir.Model) -> ir.Model:
-    """Compute dX of such nodes of ConvGrad by the body; their dW and dB remain."""
+    """Compute dX of such nodes of ConvGrad by the body; dW and dB remain, unless filters are few."""
     names: Names | None = None
     for node, operator in gradient_nodes(model):
-        if operator is conv_grad and call_of(node, operator).wanted[0] and _has_one_channel(node):
+        if operator is conv_grad and _has_one_channel(node):
             names = names or Names.of(model)
-            _expand_dx(node, model.opset_imports[""], names)
+            _expand(node, model.opset_imports[""], names)
     return model
 
 
@@ -43,24 +46,32 @@ def _has_one_channel(node: ir.Node) -> bool:
     return is_fastest(sizes_of(dy), sizes_of(x), shape, **attributes)
 
 
-def _expand_dx(node: ir.Node, opset: int, names: Names) -> None:
-    call, dx, graph = call_of(node, conv_grad), node.outputs[0], node.graph
+def _expand(node: ir.Node, opset: int, names: Names) -> None:
+    call, w = call_of(node, conv_grad), node.inputs[2]
+    filters = None if w is None or w.shape is None else w.shape[0]
+    if not isinstance(filters, int) or filters >= TILE:
+        if not call.wanted[0]:
+            return
+        if any(call.wanted[1:]):
+            _separate(node, call, names)
+        call = replace(call, wanted=(True, False, False))
+    op = Recorder(opset, names, node.name or f"{node.outputs[0].name}")
+    put_in_place(node, [], op, record_body(op, call, node.inputs, f"{call.node} {conv_grad.name}"))
+
+
+def _separate(node: ir.Node, call: Call, names: Names) -> None:
+    """Compute dW and dB of a node by another one."""
+    dx, graph = node.outputs[0], node.graph
     assert graph is not None
-    rest = (False, *call.wanted[1:])
-    if any(rest):
-        # A node for each of them.
-        own = replace(call, wanted=rest)
-        attributes = [a for a in node.attributes.values() if a.name != CALL_ATTRIBUTE]
-        attributes.append(ir.AttrString(CALL_ATTRIBUTE, own.to_json()))
-        new = ir.Node(node.domain, node.op_type, node.inputs, attributes, num_outputs=3, name=node.name)
-        graph.insert_after(node, new)
-        for old, value in zip(node.outputs, new.outputs, strict=True):
-            value.name, value.type, value.shape = names.fresh(f"{old.name}"), old.type, old.shape
-            if old is not dx:
-                value.name, old.name = old.name, None
-                ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-        # The kernel returns an empty tensor.
-        new.outputs[0].shape = None if dx.type is None else ir.Shape([0])
-    op = Recorder(opset, names, node.name or f"{dx.name}")
-    alone = replace(call, wanted=(True, False, False))
-    put_in_place(node, [], op, record_body(op, alone, node.inputs, f"{call.node} {conv_grad.name}"))
+    rest = replace(call, wanted=(False, *call.wanted[1:]))
+    attributes = [a for a in node.attributes.values() if a.name != CALL_ATTRIBUTE]
+    attributes.append(ir.AttrString(CALL_ATTRIBUTE, rest.to_json()))
+    new = ir.Node(node.domain, node.op_type, node.inputs, attributes, num_outputs=3, name=node.name)
+    graph.insert_after(node, new)
+    for old, value in zip(node.outputs, new.outputs, strict=True):
+        value.name, value.type, value.shape = names.fresh(f"{old.name}"), old.type, old.shape
+        if old is not dx:
+            value.name, old.name = old.name, None
+            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+    # The kernel returns an empty tensor.
+    new.outputs[0].shape = None if dx.type is None else ir.Shape([0])
