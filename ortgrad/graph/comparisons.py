@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import NodeError, unknown_rank
 from ortgrad.graph.recorder import Recorder
-from ortgrad.operators.contract import Contract, Row, Token
+from ortgrad.operators.contract import Contract, Row, Token, check_length
 
 # A vector of dimensions: a tuple if all are known, else a value that the graph computes.
 _Vector: TypeAlias = "tuple[int, ...] | ir.Value"
@@ -27,7 +27,7 @@ def check_values(contract: Contract, values: Sequence[ir.Value | None]) -> None:
     contents = {}
     for row in contract.rows:
         value = values[row.parameter]
-        known = None if value is None or not row.contents else _contents(value)
+        known = None if value is None or not row.contents else _contents(row.name, value)
         if known is not None:
             contents[row.parameter] = known
     contract.check(shapes, contents)
@@ -60,7 +60,7 @@ class _Comparison:
     ) -> None:
         self.op, self.row, self.value, self.bound, self.found = op, row, value, bound, found
         self.text = text
-        self.dims = _contents(value) if row.contents else _dimensions(value)
+        self.dims = _contents(self.row.name, value) if row.contents else _dimensions(value)
 
     def run(self) -> None:
         op, tokens = self.op, self.row.tokens
@@ -217,10 +217,11 @@ def _dimensions(value: ir.Value) -> tuple[int | None, ...] | None:
     return tuple(dim if isinstance(dim, int) else None for dim in value.shape)
 
 
-def _contents(value: ir.Value) -> tuple[int | None, ...] | None:
+def _contents(name: str, value: ir.Value) -> tuple[int | None, ...] | None:
     """Return the elements of a constant vector, or one None per element if only its length is known."""
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is not None and not value.is_graph_input():
+    tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    length = _length_of(value) if tensor is None else tensor.size
+    check_length(name, length or 0)
+    if tensor is not None:
         return tuple(int(d) for d in tensor.numpy().reshape(-1))
-    length = _length_of(value)
     return None if length is None else (None,) * length

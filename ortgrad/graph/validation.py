@@ -22,7 +22,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from ortgrad.errors import ModelError, NodeError
 from ortgrad.graph.protos import all_nodes, subgraphs
 from ortgrad.operators.call import EMPTY_PREFIX
-from ortgrad.operators.declaration import INTERNAL_DOMAIN, find_operator
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, LIMITS, find_operator
 
 # The nesting limit of protobuf and onnxruntime. A graph in an attribute of a node takes three levels.
 DEEPEST = 100
@@ -51,10 +51,6 @@ SIZE_MAKERS = {
     "Reshape": 1,
     "Tile": 1,
 }
-# Attributes of convolutions and pools. onnxruntime adds them up, and some of its kernels abort the process if
-# the sum overflows.
-_WINDOWS = ("kernel_shape", "strides", "pads", "dilations", "output_padding", "output_shape")
-_LARGEST_WINDOW = 2**31
 _LONGEST_SHAPE = 64
 
 _RESERVED = (
@@ -248,8 +244,10 @@ def _check_attribute(attribute: AttributeProto, fields: Sequence[tuple[Any, Any]
     present = {field.name for field, _ in fields} & _ALL_VALUES
     field = _VALUES.get(attribute.type)
     what = f"attribute {attribute.name!r}{_in(owner)}"
-    if attribute.name in _WINDOWS and any(abs(size) > _LARGEST_WINDOW for size in attribute.ints):
-        raise ModelError(f"the {what} is {list(attribute.ints)}: too large")
+    most = LIMITS.get(attribute.name)
+    if most is not None and any(abs(number) > most for number in (attribute.i, *attribute.ints)):
+        found = _short(attribute.ints) if attribute.ints else attribute.i
+        raise ModelError(f"the {what} is {found}; it must be between {-most} and {most}")
     if field is None:
         raise ModelError(f"the {what} is of no kind that ONNX knows")
     if attribute.ref_attr_name and not present:

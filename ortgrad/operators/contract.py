@@ -25,8 +25,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ortgrad.errors import NodeError
-
 Patterns: TypeAlias = "Mapping[str, str]"
 Dims: TypeAlias = "Patterns | Callable[..., Patterns]"
 # A shape with None or a name for each unknown dimension; None if the rank is unknown.
@@ -37,11 +35,15 @@ MOST_DIMENSIONS = 64
 
 def with_axis(axis: int) -> str:
     """Return the pattern of a tensor whose rank is large enough for the axis."""
-    if abs(axis) > MOST_DIMENSIONS:
-        raise NodeError(f"axis={axis} is out of range: no tensor has so many dimensions")
     if axis < 0:
         return " ".join(["*R", *(f"D{i}" for i in range(axis, 0))]).replace("D-", "E")
     return " ".join([*(f"D{i}" for i in range(axis + 1)), "*R"])
+
+
+def check_length(name: str, length: int) -> None:
+    """Raise ValueError if a vector of this length is no shape, before something as long is made of it."""
+    if length > MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {length} numbers: no tensor has so many dimensions")
 
 
 class Token(NamedTuple):
@@ -93,11 +95,13 @@ class Contract:
         """Raise ValueError unless the arrays' shapes, and the elements that the contract covers, match."""
         # The shapes of a node rarely change between calls, so the last accepted ones are remembered.
         given = [None if a is None else a.shape for a in arrays]
-        contents = [
-            None if (array := arrays[row.parameter]) is None else array.tolist()
-            for row in self.rows
-            if row.contents
-        ]
+        contents = []
+        for row in self.rows:
+            if row.contents:
+                array = arrays[row.parameter]
+                if array is not None:
+                    check_length(row.name, array.size)
+                contents.append(None if array is None else array.tolist())
         if (given, contents) != self._passed:
             values = dict(zip([row.parameter for row in self.rows if row.contents], contents, strict=True))
             self.check(given, values)

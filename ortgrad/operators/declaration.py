@@ -26,7 +26,7 @@ import numpy as np
 from ortgrad.errors import NodeError, RegistrationError
 from ortgrad.keywords import checked
 from ortgrad.operators.compiled import CompiledKernel, Planner
-from ortgrad.operators.contract import Contract, Dims
+from ortgrad.operators.contract import MOST_DIMENSIONS, Contract, Dims
 
 DOMAIN = "com.microsoft"
 # Operators of this domain replace nodes in sessions that run compiled kernels; no model is saved with them.
@@ -42,6 +42,18 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32")
 # The element types that onnxruntime-extensions can pass to Python; other types run through the body.
 PYTHON_TYPES = frozenset({"float32", "float64", "int32", "int64", "bool"})
+
+# The largest absolute value of an integer attribute, by its name. Larger ones mean nothing; lists of such a
+# length would be made of axes; some kernels of onnxruntime abort the process if a sum of them overflows.
+LIMITS = {
+    **dict.fromkeys(("axis", "axes", "batch_dims"), MOST_DIMENSIONS),
+    **dict.fromkeys(
+        ("kernel_shape", "strides", "pads", "dilations", "output_padding", "output_shape"), 2**31
+    ),
+}
+# Of a list with such a name: two numbers for each dimension.
+_LONGEST_LIST = 2 * MOST_DIMENSIONS
+_LARGEST_INTEGER = 2**63 - 1
 
 Shape = tuple["int | str | None", ...]
 Kernel = Callable[..., Any]
@@ -99,7 +111,11 @@ class Attribute:
         if self.is_list:
             if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
                 raise NodeError(
-                    f"attribute {self.name!r} takes a list of {self.type.__name__}, got {value!r}"
+                    f"attribute {self.name!r} takes a list of {self.type.__name__}, got {_short(value)}"
+                )
+            if self.name in LIMITS and len(value) > _LONGEST_LIST:
+                raise NodeError(
+                    f"attribute {self.name!r} has {len(value)} numbers; no tensor has so many dimensions"
                 )
             return [self._scalar(item) for item in value]
         return self._scalar(value)
@@ -115,15 +131,25 @@ class Attribute:
             else isinstance(value, (int, float, np.integer, np.floating))
         )
         if not fits:
-            raise NodeError(f"attribute {self.name!r} takes {self.type.__name__}, got {value!r}")
+            raise NodeError(f"attribute {self.name!r} takes {self.type.__name__}, got {_short(value)}")
         if self.choices and value not in self.choices:
             raise NodeError(
-                f"attribute {self.name!r} is {value!r}; it must be one of {', '.join(self.choices)}"
+                f"attribute {self.name!r} is {_short(value)}; it must be one of {', '.join(self.choices)}"
             )
         value = self.type(value)
+        most = LIMITS.get(self.name, _LARGEST_INTEGER)
+        if self.type is int and not -most <= value <= most:
+            raise NodeError(
+                f"attribute {self.name!r} is {_short(value)}; it must be between {-most} and {most}"
+            )
         if self.type is float and not math.isfinite(value):
             raise NodeError(f"attribute {self.name!r} must be finite, got {value!r}")
         return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 class Operand(NamedTuple):

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from ortgrad.graph.recorder import Recorder
 
+# Positions of a channel with its padding that are never too many, and how many times as many as of X there
+# may be. Kernels copy X with its padding; so much of it is a mistake or an attack.
+_POSITIONS, _PADDING = 1 << 16, 64
 AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 
 
@@ -103,7 +106,13 @@ def windows(
         if ceil_mode and (count - 1) * s >= n + heads[i]:
             count -= 1
         outputs.append(count)
-    return Windows(tuple(sizes), tuple(outputs), kernel, strides, dilations, heads, tails)
+    made = Windows(tuple(sizes), tuple(outputs), kernel, strides, dilations, heads, tails)
+    padded = [max(n + h + t, r) for n, h, t, r in zip(sizes, heads, tails, made.reach, strict=True)]
+    if math.prod(padded) > max(_POSITIONS, _PADDING * math.prod(sizes)):
+        raise ValueError(
+            f"the windows and pads extend an X of spatial size {list(sizes)} to {padded}: too far"
+        )
+    return made
 
 
 def require_outputs(

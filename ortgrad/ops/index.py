@@ -14,7 +14,7 @@ import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.operators.contract import with_axis
+from ortgrad.operators.contract import MOST_DIMENSIONS, with_axis
 from ortgrad.operators.declaration import DOMAIN, FLOATS, INTEGERS, Empty, Operand, Shape, operator
 from ortgrad.ops import _index_kernels
 from ortgrad.ops._types import narrowed, widened
@@ -34,9 +34,10 @@ def shape_of(operand: Operand | None) -> Shape | None:
         return None
     if operand.value is not None:
         return tuple(int(d) for d in operand.value)
-    if operand.shape is not None and len(operand.shape) == 1 and isinstance(operand.shape[0], int):
-        return (None,) * operand.shape[0]
-    return None
+    if operand.shape is None or len(operand.shape) != 1 or not isinstance(operand.shape[0], int):
+        return None
+    # Longer vectors are no shapes, and are refused.
+    return (None,) * operand.shape[0] if operand.shape[0] <= MOST_DIMENSIONS else None
 
 
 def size_of(op: Recorder, value: ir.Value) -> ir.Value:

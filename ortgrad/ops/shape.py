@@ -9,6 +9,7 @@ from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
+from ortgrad.operators.contract import check_length
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, operator
 from ortgrad.ops.index import scatter_back, scatter_flat, shape_of
 
@@ -244,6 +245,7 @@ def slice_grad(
 ) -> np.ndarray:
     """dX[starts:ends:steps] = dY, 0 elsewhere"""
     dims = tuple(shape.tolist())
+    check_length("starts", starts.size)
     axes = np.arange(starts.size) if axes is None else axes
     steps = np.ones(starts.size, np.int64) if steps is None else steps
     if len(set((axes % max(1, len(dims))).tolist())) < axes.size:

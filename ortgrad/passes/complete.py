@@ -38,6 +38,7 @@ def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
     infer_types(model)
     for node, operator in nodes:
         call = call_of(node, operator)
+        _check_operands(node, call)
         _check_types(node, call)
         _fill_inputs(model, node, operator)
         _check_shapes(node, call)
@@ -48,6 +49,35 @@ def complete_node(model: ir.Model, node: ir.Node, operator: Operator, names: Nam
     """Complete a node that a pass has made; the types of its inputs must be known."""
     _describe(node, operator, names, built=True)
     _fill_inputs(model, node, operator)
+
+
+def _check_operands(node: ir.Node, call: Call) -> None:
+    """Raise NodeError if the node has other inputs and outputs than its call says.
+
+    The node may have been changed after it was completed, and a file may say anything.
+    """
+    for what, parameters, values, flags in (
+        ("inputs", call.operator.inputs, node.inputs, call.present),
+        ("outputs", call.operator.outputs, node.outputs, call.wanted),
+    ):
+        problem = ""
+        if len(values) != len(parameters):
+            problem = f"it has {len(values)} {what}; the operator has {len(parameters)}"
+        for parameter, value, flag in zip(parameters, values, flags, strict=False):
+            named = value if value is not None and value.name else None
+            if flag and named is None:
+                problem = f"{parameter.name}, one of its {what}, is left out"
+            elif what == "outputs" and not flag and named is not None and _is_read(named):
+                problem = f"{parameter.name} is used, and its kernel does not compute it"
+        if problem:
+            raise NodeError(
+                f"{node.op_type} node {node.name!r}: {problem}. Its attribute {CALL_ATTRIBUTE!r} says "
+                "otherwise; delete that, and run the model through ortgrad.prepare again"
+            )
+
+
+def _is_read(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def _check_types(node: ir.Node, call: Call) -> None:

@@ -22,7 +22,7 @@ def declared_shapes(call: Call, feed: Sequence[np.ndarray]) -> Sequence[Any]:
 
 
 def evaluate(
-    call: Call, feed: Sequence[np.ndarray], dtypes: Sequence[np.dtype], shapes: Sequence[Any], empty: Empty
+    call: Call, feed: Sequence[np.ndarray], dtypes: Sequence[np.dtype], empty: Empty
 ) -> list[np.ndarray | None]:
     """Run the kernel; returns its outputs, checked for type and shape, and None where unwanted.
 
@@ -30,6 +30,7 @@ def evaluate(
     """
     arrays = [array if real else None for array, real in zip(feed, call.present, strict=True)]
     call.contract.check_arrays(arrays)
+    shapes = declared_shapes(call, feed)
     with np.errstate(all="ignore"):
         result = call.operator.compute(arrays, call.attributes, call.wanted, empty)
     values = result if isinstance(result, tuple) else (result,)

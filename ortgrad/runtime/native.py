@@ -461,8 +461,7 @@ class _Kernel(Entrances):
             outputs[i] = self._api.output(context, i, shape, self._native.outputs[i])
             return outputs[i]
 
-        shapes = declared_shapes(self._call, inputs)
-        values = evaluate(self._call, inputs, self._native.outputs, shapes, empty)
+        values = evaluate(self._call, inputs, self._native.outputs, empty)
         for i, value in enumerate(values):
             if value is None:
                 empty(i, (0,))
@@ -514,8 +513,7 @@ class _Kernel(Entrances):
             return None
         before = _failing_again.set(True)
         try:
-            shapes = declared_shapes(self._call, feed)
-            evaluate(self._call, feed, dtypes, shapes, lambda i, shape: np.empty(shape, dtypes[i]))
+            evaluate(self._call, feed, dtypes, lambda i, shape: np.empty(shape, dtypes[i]))
         except Exception as error:
             return error
         finally:
