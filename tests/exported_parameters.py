@@ -101,6 +101,14 @@ def gradients(module: nn.Module, args: tuple[Any, ...]) -> dict[str, np.ndarray]
     return {name: p.grad.numpy() for name, p in module.named_parameters() if p.grad is not None}
 
 
+def all_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return all names of every parameter by its first; tied ones have several."""
+    tied: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(p), []).append(name)
+    return {name: tied[id(p)] for name, p in module.named_parameters()}
+
+
 def arrays(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     """Return the floating-point initializers and constants of the main graph."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -171,7 +179,10 @@ class Comparison:
     def unexplained(self, way: str) -> list[str]:
         """Return the differences that the warning does not name; the older exporter may not know names."""
         texts = [f"{name} is left out" for name in self.left_out]
-        texts += [f"{name}: copied" for name in self.copied if not self.warns(name)]
+        for name in self.copied:
+            # One of its tensors may be named in the place of it.
+            if not any(map(self.warns, (name, *self.places[name]))):
+                texts.append(f"{name}: copied")
         texts += [f"{name}: others" for name in self.others if not self.warns(name)]
         told = "folded into" in self.chosen.warning or "does not tell from what" in self.chosen.warning
         if way != "script" or not told:
@@ -195,11 +206,7 @@ def compare(module: nn.Module, args: tuple[Any, ...], model: onnx.ModelProto) ->
     assert (np.diff(flat) > 0).all(), "the elements must be different"
     chosen = Names(model)
     default = chosen.default
-    tied: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(p), []).append(name)
-    aliases = {name: tied[id(p)] for name, p in parameters.items()}
-    result = Comparison(chosen, {name: [] for name in reached}, aliases)
+    result = Comparison(chosen, {name: [] for name in reached}, all_names(module))
     names = list(parameters)
     seen = np.zeros(flat.size, int)
     sizes = np.bincount(owners)
@@ -295,13 +302,16 @@ def wrong_fresh(module: nn.Module, args: tuple[Any, ...], model: onnx.ModelProto
     values = arrays(model)
     chosen = Names(model)
     wrong, owners = [], dict[str, str]()
+    aliases = all_names(module)
     for name, parameter in module.named_parameters():
-        if name not in reached or f"'{name}'" in chosen.warning:
+        if name not in reached or any(f"'{each}'" in chosen.warning for each in aliases[name]):
             continue
-        try:
-            found, _ = chosen(name)
-        except ortgrad.OrtgradError as error:
-            wrong.append(f"{name}: {str(error)[:200]}")
+        found: set[str] = set()
+        for alias in aliases[name]:
+            with contextlib.suppress(NameNotFoundError):
+                found |= chosen(alias)[0]
+        if not found:
+            wrong.append(f"{name} is not known")
             continue
         elements = np.sort(np.concatenate([values[each].ravel() for each in found]))
         if not np.array_equal(elements, np.sort(parameter.detach().numpy().ravel())):
@@ -315,6 +325,14 @@ def wrong_fresh(module: nn.Module, args: tuple[Any, ...], model: onnx.ModelProto
     return wrong
 
 
+def _known(comparison: Comparison, name: str, places: list[str]) -> list[str]:
+    try:
+        comparison.chosen(name)
+    except NameNotFoundError:
+        return places
+    return [name]
+
+
 def wrong_gradients(
     module: nn.Module, args: tuple[Any, ...], model: onnx.ModelProto, comparison: Comparison
 ) -> list[str]:
@@ -323,7 +341,11 @@ def wrong_gradients(
     outputs = [value.name for value in model.graph.output if value.type.tensor_type.elem_type == 1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        built = ortgrad.build_gradient_model(model, wrt=list(expected), of=outputs)
+        # A file of the older exporter may not know a name.
+        wrt = {
+            each for name, places in comparison.places.items() for each in _known(comparison, name, places)
+        }
+        built = ortgrad.build_gradient_model(model, wrt=[*wrt], of=outputs)
     session = ortgrad.InferenceSession(built, kernels="onnx")
     feeds = {value.name: arg.numpy() for value, arg in zip(model.graph.input, args, strict=True)}
     values = ortgrad.InferenceSession(model.SerializeToString()).run(outputs, feeds)
@@ -338,7 +360,7 @@ def wrong_gradients(
         elements = parameter.detach().numpy().ravel()
         order = np.argsort(elements)
         total = np.zeros(elements.size)
-        for place in comparison.chosen(name)[0]:
+        for place in comparison.places[name]:
             array = values_of[place].ravel()
             at = order[np.searchsorted(elements[order], array).clip(max=elements.size - 1)]
             known = elements[at] == array

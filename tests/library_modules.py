@@ -5,8 +5,8 @@
 In an environment with torch, onnxscript, transformers and timm, which may be installed without torchvision.
 Says for each export whether the default of `training.parameters` has exactly the elements of the module's
 parameters, or else whether a warning names what differs. Checks names of PyTorch and patterns for modules.
-`--fresh` keeps the values of new modules, of which the exporters merge equal ones. With `--gradients`, those of
-the sum of all outputs are compared with PyTorch's. Exits with 1 if anything is wrong.
+`--fresh` keeps the values of new modules, of which the exporters merge equal ones. With `--gradients`, those
+of the sum of all outputs are compared with PyTorch's. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ TIMM: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "ghostnet_050": {},
     "densenet121": {"growth_rate": 4, "block_config": (1, 2, 2, 1)},
-    "dm_nfnet_f0": {"depths": (1, 1, 1, 1), "channels": (32, 64, 64, 64), "stem_chs": 16},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "edgenext_xx_small": {},
     "mobilevitv2_050": {},
@@ -65,10 +64,7 @@ TIMM: dict[str, dict[str, Any]] = {
         "num_heads": (2, 2),
     },
     "swinv2_tiny_window8_256": {"img_size": 64, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 2)},
-    "poolformer_s12": {"layers": (1, 1, 1, 1), "embed_dims": (8, 16, 16, 32)},
     "pvt_v2_b0": {"depths": (1, 1, 1, 1)},
-    "mixer_s32_224": {"img_size": 64, "embed_dim": 32, "num_blocks": 2},
-    "gmlp_s16_224": {"img_size": 64, "embed_dim": 32, "num_blocks": 2},
     "sequencer2d_s": {
         "img_size": 56,
         "layers": (1, 1),

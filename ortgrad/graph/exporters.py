@@ -8,7 +8,7 @@ from ortgrad.graph.origins import Origins, copied
 from ortgrad.graph.origins_dynamo import from_dynamo, signature_of
 from ortgrad.graph.origins_torchscript import from_torchscript
 from ortgrad.graph.protos import all_nodes
-from ortgrad.graph.scopes import module_of, role_names
+from ortgrad.graph.scopes import containers, module_of, role_names
 
 
 def read_origins(model: onnx.ModelProto) -> Origins:
@@ -33,6 +33,7 @@ def _note_readers(graph: onnx.GraphProto, origins: Origins) -> None:
     known = {tensor.name for tensor in graph.initializer}
     copies = copied(graph, known)
     taken = known | origins.all_aliases()
+    outer = containers(graph, taken)
     for node in all_nodes(graph.node):
         module = module_of(node)
         for place, value in enumerate(node.input if module else ()):
@@ -41,7 +42,12 @@ def _note_readers(graph: onnx.GraphProto, origins: Origins) -> None:
                 continue
             origins.readers[name].append(module)
             elsewhere = not any(other.startswith(f"{module}.") for other in origins.names(name))
-            if elsewhere and origins.parameters.get(name) and name not in origins.folded:
+            if (
+                elsewhere
+                and module not in outer
+                and origins.parameters.get(name)
+                and name not in origins.folded
+            ):
                 for alias in role_names(node, place, module, 0):
                     if alias not in taken:
                         origins.add_alias(name, alias)

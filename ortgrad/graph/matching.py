@@ -36,21 +36,30 @@ def left_out(pattern: str, found: Sequence[str], names: Sequence[str], origins: 
     if not is_pattern(pattern) or not found:
         return None
     texts = []
-    # A weight of such a module may have a name that tells nothing.
-    whole = pattern.endswith("*")
-    read = [
-        name
-        for name in (names if whole else ())
-        if name not in found
-        and any(fnmatchcase(f"{each}.", pattern) for each in origins.readers.get(name, ()))
-    ]
-    if read:
-        texts.append(f"nodes of this module also read {_listed(read)}, which it does not match")
     inside = [name for weight, names in origins.folded.items() if weight not in found for name in names]
     gone = [name for name in (*origins.removed, *inside) if fnmatchcase(name, pattern)]
     if gone:
         texts.append(f"the exporter has removed or folded {_listed(gone)}")
+    if pattern.endswith("*"):
+        # A weight of such a module may have a name that tells nothing.
+        others = [name for name in names if name not in found]
+        read = [n for n in others if matches(pattern, [f"{each}." for each in origins.readers.get(n, ())])]
+        if read:
+            texts.append(f"nodes of this module also read {_listed(read)}, which it does not match")
+        unsure = [n for n in others if n not in read and _may_belong(n, found, origins)]
+        if unsure:
+            texts.append(f"the file does not tell to which module {_listed(unsure)} belonged")
     return f"the pattern {pattern!r} matches only {_listed(found)}: {'; '.join(texts)}" if texts else None
+
+
+def _may_belong(name: str, found: Iterable[str], origins: Origins) -> bool:
+    """Return whether a tensor of unknown origin is read by a module around one with some of these."""
+    if name not in origins.unknown:
+        return False
+    inner = {module_of_name(other) for each in found for other in origins.names(each)}
+    return any(
+        module.startswith(f"{reader}.") for reader in origins.readers.get(name, ()) for module in inner
+    )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

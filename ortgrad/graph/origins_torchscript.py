@@ -16,7 +16,7 @@ from onnx import numpy_helper
 
 from ortgrad.graph.origins import Origins, copied, is_generated, is_lifted, module_of_name
 from ortgrad.graph.protos import all_graphs, all_nodes
-from ortgrad.graph.scopes import module_of, names_by_bias, role_names
+from ortgrad.graph.scopes import containers, module_of, names_by_bias, role_names
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -41,7 +41,11 @@ def from_torchscript(graph: onnx.GraphProto) -> Origins:
     for name, original in result.split.items():
         result.add_alias(name, original)
     told = [name for name, counts in result.parameters.items() if counts and name in tensors]
-    result.unknown = [name for name in told if is_generated(name) and name not in result.aliases]
+    result.unknown = [
+        name
+        for name in told
+        if is_generated(name) and all(alias.endswith(f".{name}") for alias in result.aliases.get(name, ()))
+    ]
     for name in tensors if copies else ():
         found = [n for n in result.names(name) if not is_generated(n) and not n.endswith(_STATISTICS)]
         # Several names in one module, such as those of the two biases of a recurrent layer, are one tensor.
@@ -56,6 +60,7 @@ def _name_generated(
     graph: onnx.GraphProto, tensors: Mapping[str, object], copies: Mapping[str, str], result: Origins
 ) -> None:
     """Give initializers with the name of a reader those that they have in its module."""
+    outer = containers(graph, (name for name in (*tensors, *copies) if not is_generated(name)))
     biases = names_by_bias(graph, lambda name: name in tensors or name in copies)
     counts: dict[tuple[str, str], int] = {}
     for node in all_nodes(graph.node):
@@ -66,7 +71,8 @@ def _name_generated(
             name = copies.get(value, value)
             if name not in tensors or not is_generated(value) or node.op_type == "Identity":
                 continue
-            for found in biases.get(value) or role_names(node, place, module, number):
+            guessed = [f"{module}.{name}"] if module in outer else role_names(node, place, module, number)
+            for found in biases.get(value) or guessed:
                 if found not in tensors and found not in copies:
                     result.add_alias(name, found)
             if node.op_type in ("Conv", "ConvTranspose") and place in (1, 2) and is_generated(node.input[1]):

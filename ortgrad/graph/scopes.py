@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import onnx
+
+from ortgrad.graph.protos import all_nodes
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 # What PyTorch's modules call the operands of their operators.
@@ -58,17 +60,33 @@ def role_names(node: onnx.NodeProto, place: int, module: str, number: int) -> li
     return [f"{module}.{name}" for name in names]
 
 
+def containers(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
+    """Return the modules that contain others: a tensor that their own nodes read may have any name."""
+    modules = {module_of(node) for node in all_nodes(graph.node)} | {
+        name.rpartition(".")[0] for name in names
+    }
+    parts = [module.split(".") for module in modules]
+    return {".".join(each[:i]) for each in parts for i in range(1, len(each))}
+
+
 def names_by_bias(graph: onnx.GraphProto, named: Callable[[str], bool]) -> dict[str, list[str]]:
-    """Return the names of matrices that are multiplied before a bias with a name is added."""
+    """Return the names of weights by which nodes multiply before they add a bias with a name."""
     products: dict[str, onnx.NodeProto] = {}
     found: dict[str, list[str]] = {}
+
+    def note(weight: str, bias: str) -> None:
+        module, _, last = bias.rpartition(".")
+        if named(bias) and last.endswith("bias"):
+            name = f"{module}." * bool(module) + last.removesuffix("bias") + "weight"
+            found.setdefault(weight, []).append(name)
+
     for node in graph.node:
         if node.op_type == "MatMul":
             products[node.output[0]] = node
+        elif node.op_type in ("Conv", "ConvTranspose") and len(node.input) > 2:
+            note(node.input[1], node.input[2])
         elif node.op_type == "Add":
             for product, bias in (tuple(node.input), tuple(node.input)[::-1]):
-                module, _, last = bias.rpartition(".")
-                if product in products and named(bias) and last.endswith("bias"):
-                    weight = f"{module}." * bool(module) + last.removesuffix("bias") + "weight"
-                    found.setdefault(products[product].input[1], []).append(weight)
+                if product in products:
+                    note(products[product].input[1], bias)
     return found
