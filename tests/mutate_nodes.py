@@ -189,20 +189,19 @@ def try_there(seed: int, most: float = SECONDS) -> dict[str, str]:
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
+
+        def write(way: str, outcome: str) -> None:
+            os.write(write_end, (json.dumps([way, outcome]) + "\n").encode())
+
         try:
             os.close(read_end)
             # What onnxruntime or glibc say before they end the process.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             limit()
-            with os.fdopen(write_end, "w") as pipe:
-
-                def write(way: str, outcome: str) -> None:
-                    pipe.write(json.dumps([way, outcome]) + "\n")
-                    pipe.flush()
-
-                try_here(seed, most, write)
+            try_here(seed, most, write)
+            write("end", "refused")
         except BaseException as error:
-            os.write(write_end, (json.dumps(["", f"RAW {error!r}"]) + "\n").encode())
+            write("nothing", f"RAW {error!r}")
         finally:
             os._exit(0)
     os.close(write_end)
@@ -225,6 +224,8 @@ def try_there(seed: int, most: float = SECONDS) -> dict[str, str]:
         found[last] = f"HANGS {found.get(last, '')}"
     elif os.WIFSIGNALED(status):
         found[last] = f"SIGNAL {signal.Signals(os.WTERMSIG(status)).name} {found.get(last, '')}"
+    elif found.pop("end", None) is None:
+        found[last] = f"ENDED {found.get(last, '')}"
     return found
 
 
