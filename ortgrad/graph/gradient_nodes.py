@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
+from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import release_captured
 from ortgrad.operators.call import Call, parse_call
@@ -29,11 +30,16 @@ def call_of(node: ir.Node, operator: Operator) -> Call:
 
 
 def put_in_place(
-    node: ir.Node, made: Sequence[ir.Node], op: Recorder, results: Sequence[ir.Value | None]
+    node: ir.Node,
+    made: Sequence[ir.Node],
+    op: Recorder,
+    results: Sequence[ir.Value | None],
+    gone: list[ir.Node] | None = None,
 ) -> None:
-    """Replace a node by the nodes `made` and the nodes of `op`; `results` replace its outputs, in order."""
-    graph = node.graph
-    assert graph is not None
+    """Replace a node by the nodes `made` and the nodes of `op`; `results` replace its outputs, in order.
+
+    With `gone`, the node itself is left to the caller, see `replace_node`.
+    """
     recorded = {value for recorded in op.nodes for value in recorded.outputs}
     pairs = [
         # A copy, so that both a graph output and a value that existed before keep their names.
@@ -43,9 +49,7 @@ def put_in_place(
     ]
     needed = {new for _, new in pairs}
     nodes = [recorded for recorded in reversed(op.nodes) if not _drop_unread(recorded, needed)][::-1]
-    ir.convenience.replace_nodes_and_values(
-        graph, node, [node], [*made, *nodes], [old for old, _ in pairs], [new for _, new in pairs]
-    )
+    replace_node(node, [*made, *nodes], pairs, gone)
 
 
 def _drop_unread(node: ir.Node, needed: set[ir.Value]) -> bool:

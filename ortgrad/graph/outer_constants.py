@@ -7,7 +7,6 @@ the number of dimensions of what is computed with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -21,25 +20,42 @@ _LARGEST = 64
 _OUTSIDE = "ortgrad.outside/"
 
 
-def copy_constants_inside(graph: onnx.GraphProto, outside: Mapping[str, TensorProto] | None = None) -> None:
+class _Scope:
+    """The names that a graph defines, and the small constants among them; `outer` is the graph around it."""
+
+    def __init__(self, graph: onnx.GraphProto, outer: _Scope | None) -> None:
+        self.outer = outer
+        self.constants = {tensor.name: tensor for tensor in graph.initializer if _is_small(tensor)}
+        self.defined = {value.name for value in (*graph.input, *graph.initializer)}
+        self.defined.update(name for node in graph.node for name in node.output)
+
+    def outside(self, name: str) -> TensorProto | None:
+        """Return the constant that a name stands for if it is defined further outside; else None."""
+        scope: _Scope | None = self
+        while scope is not None and name not in scope.defined:
+            scope = scope.outer
+            if scope is not None and name in scope.constants:
+                return scope.constants[name]
+        return None
+
+
+def copy_constants_inside(graph: onnx.GraphProto, outer: _Scope | None = None) -> None:
     """Make small constants that a graph reads from outside initializers of it, at any depth, in place."""
-    inside = {value.name for value in (*graph.input, *graph.initializer)}
-    inside.update(name for node in graph.node for name in node.output)
-    visible = {name: tensor for name, tensor in (outside or {}).items() if name not in inside}
-    known = visible | {tensor.name: tensor for tensor in graph.initializer if _is_small(tensor)}
-    copied: set[str] = set()
+    scope = _Scope(graph, outer)
+    copied: dict[str, TensorProto] = {}
     for node in graph.node:
         tensor = _constant(node)
         if tensor is not None and _is_small(tensor):
-            known[node.output[0]] = tensor
+            scope.constants[node.output[0]] = tensor
         for subgraph in subgraphs(node):
-            copy_constants_inside(subgraph, known)
+            copy_constants_inside(subgraph, scope)
         for i, name in enumerate(node.input):
-            if name in visible:
+            found = scope.outside(name)
+            if found is not None:
                 node.input[i] = _OUTSIDE + name
-                copied.add(name)
+                copied[name] = found
     for name in sorted(copied):
-        graph.initializer.add().CopyFrom(visible[name])
+        graph.initializer.add().CopyFrom(copied[name])
         graph.initializer[-1].name = _OUTSIDE + name
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.outputs import replace_values
 
 
 def join_biases(model: ir.Model) -> ir.Model:
@@ -68,5 +69,5 @@ def _join(node: ir.Node, total: ir.Node, bias: ir.Value, names: Names) -> None:
     old, new = total.outputs[0], joined.outputs[0]
     new.name, new.type, new.shape = old.name, old.type, old.shape
     graph.insert_after(total, [*made, joined])
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    replace_values([old], [new])
     graph.remove([total, node], safe=True)

@@ -14,6 +14,7 @@ def deduplicate(model: ir.Model) -> ir.Model:
     """Merge equal nodes of the main graph, which must be in topological order."""
     graph = model.graph
     seen: dict[Any, ir.Node] = {}
+    gone: list[ir.Node] = []
     for node in list(graph):
         if node.op_type in RANDOM or subgraphs(node):
             continue
@@ -27,7 +28,8 @@ def deduplicate(model: ir.Model) -> ir.Model:
         if first is node or any(value.is_graph_output() for value in node.outputs):
             continue
         ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
-        graph.remove(node, safe=True)
+        gone.append(node)
+    graph.remove(gone, safe=True)
     return model
 
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.constants import constant_values, is_dequantized
 from ortgrad.graph.names import Names
+from ortgrad.graph.outputs import replace_values
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
 from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import ACTIVATIONS, dense_conv, is_fastest
@@ -78,7 +79,7 @@ def _replace(model: ir.Model, node: ir.Node, names: Names) -> None:
     output = new.outputs[0]
     output.name, output.type, output.shape = result.name, result.type, result.shape
     graph.insert_after(last, new)
-    ir.convenience.replace_all_uses_with(result, output, replace_graph_outputs=True)
+    replace_values([result], [output])
     merged = [user if activation else None, total if z is not None else None, node]
     graph.remove([each for each in merged if each is not None], safe=True)
     complete_node(model, new, operator, names)

@@ -14,6 +14,7 @@ from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.graph.constants import constant_values
 from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
+from ortgrad.graph.outputs import replace_values
 from ortgrad.graph.traversal import dependencies
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
@@ -96,7 +97,7 @@ def _fuse_graph(graph: ir.Graph, names: Names, constant: Collection[ir.Value]) -
     for node, results in made:
         for old, new in zip((each.output for each in results), node.outputs, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+            replace_values([old], [new])
     graph.remove([*added, *gone], safe=True)
     graph.remove([node for node in nodes if node.op_type == "Unsqueeze" and _is_unused(node)], safe=True)
     graph.sort()

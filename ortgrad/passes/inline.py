@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import ModelError
+from ortgrad.graph.names import Names
 from ortgrad.graph.serialization import from_proto, to_proto
 from ortgrad.operators.schema import with_schemas
 from ortgrad.passes.schema_functions import unchanged
@@ -30,10 +31,38 @@ def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model
                 function.opset_imports[""] = version
             else:
                 return _converted(model)
-        InlinePass(criteria=criteria)(model)
+        InlinePass(criteria=_with_free_names(model, criteria))(model)
     except (ValueError, RuntimeError, ir.passes.PreconditionError) as error:
         raise ModelError(f"a function of the model cannot be inlined: {error}") from error
     return model
+
+
+def _with_free_names(
+    model: ir.Model, criteria: Callable[[ir.Function], bool]
+) -> Callable[[ir.Function], bool]:
+    """Return the criteria, with names that are free for the next call of a function that is selected.
+
+    The pass asks before each call. It would search a free name from the number 2 on, in each call.
+    """
+    graph = model.graph
+    values = [value for node in graph.all_nodes() for value in node.outputs]
+    names = Names(v.name for v in (*graph.inputs, *graph.initializers.values(), *values) if v.name)
+    for node in graph.all_nodes():
+        names.fresh(node.name or "node")
+    own: dict[ir.Function, list[tuple[ir.Value | ir.Node, str]]] = {}
+
+    def selects(function: ir.Function) -> bool:
+        if not criteria(function):
+            return False
+        if function not in own:
+            own[function] = [(node, node.name or "node") for node in function]
+            results = [value for node in function for value in node.outputs]
+            own[function] += [(value, value.name) for value in results if value.name]
+        for each, name in own[function]:
+            each.name = names.fresh(name)
+        return True
+
+    return selects
 
 
 def _converted(model: ir.Model) -> ir.Model:

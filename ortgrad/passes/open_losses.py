@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.names import Names
+from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.likelihood import negative_log_likelihood
@@ -55,6 +56,4 @@ def _open(node: ir.Node, op: Recorder, *, compiled: bool) -> None:
             loss = op.Neg(reduce(picked, keepdims=0))
     # An output without a name is absent.
     pairs = [(old, new) for old, new in zip(node.outputs, (loss, log_prob), strict=False) if old.name]
-    ir.convenience.replace_nodes_and_values(
-        graph, node, [node], list(op.nodes), [old for old, _ in pairs], [new for _, new in pairs]
-    )
+    replace_node(node, list(op.nodes), pairs)

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import NodeError
 from ortgrad.graph.names import Names
+from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.traversal import subgraphs
 
 
@@ -37,7 +38,7 @@ def open_schema_function(node: ir.Node, opsets: Mapping[str, int], names: Names)
     body.outputs.clear()
     body.remove(made_nodes)
     wanted = [value for value in node.outputs if value.name]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made_nodes, wanted, results)
+    replace_node(node, made_nodes, list(zip(wanted, results, strict=False)))
     return True
 
 

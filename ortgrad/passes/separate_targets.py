@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.outputs import replace_values
 
 
 def separate_targets(model: ir.Model, wrt: Sequence[str] | None) -> ir.Model:
@@ -29,7 +30,7 @@ def separate_targets(model: ir.Model, wrt: Sequence[str] | None) -> ir.Model:
         node, name = value.producer(), value.name or ""
         assert node is not None
         copy = ir.node("Identity", [value], name=names.fresh(f"{name}/Identity"))
-        ir.convenience.replace_all_uses_with(value, copy.outputs[0], replace_graph_outputs=True)
+        replace_values([value], [copy.outputs[0]])
         # The line above has made the copy read itself.
         copy.replace_input_with(0, value)
         copied = copy.outputs[0]

@@ -12,6 +12,8 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.graph.outputs import replace_values
+
 # The end of a slice that exporters write for "up to the last": no axis is so long.
 _END = 2**31 - 1
 
@@ -105,7 +107,7 @@ def _replace(node: ir.Node, axis: int, values: list[ir.Value]) -> None:
     old, new = node.outputs[0], joined.outputs[0]
     new.name, new.type, new.shape = old.name, old.type, old.shape
     graph.insert_after(node, joined)
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    replace_values([old], [new])
     graph.remove(node, safe=True)
     graph.remove([pad for pad in pads if pad is not None], safe=True)
 

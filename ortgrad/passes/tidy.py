@@ -23,6 +23,7 @@ def remove_unused(model: ir.Model) -> ir.Model:
     waiting = True
     while waiting:
         before = [node for node in model.graph.all_nodes() if subgraphs(node)]
+        _remove_at_once(model.graph)
         RemoveUnusedNodesPass()(model)
         removed = [node for node in before if node.graph is None]
         for node in removed:
@@ -35,3 +36,12 @@ def remove_unused(model: ir.Model) -> ir.Model:
             node.resize_inputs(2)
     RemoveUnusedOpsetsPass()(model)
     return model
+
+
+def _remove_at_once(graph: ir.Graph) -> None:
+    """Remove unused nodes together: onnx-ir looks at all outputs of the graph for each that it removes."""
+    unused: set[ir.Node] = set()
+    for node in reversed(graph):
+        if not any(v.is_graph_output() or any(u.node not in unused for u in v.uses()) for v in node.outputs):
+            unused.add(node)
+    graph.remove(unused, safe=True)

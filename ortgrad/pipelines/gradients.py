@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,7 +174,8 @@ def _plan(
     # Reserved here, before the backward pass records other values under these names.
     results = [op.names.fresh(f"{value.name}_grad") for value in targets]
     # Inputs without a default come first.
-    graph.inputs[:] = [*(value for value in graph.inputs if value not in fed), *fed]
+    last = set(fed)
+    graph.inputs[:] = [*(value for value in graph.inputs if value not in last), *fed]
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
@@ -231,8 +232,10 @@ def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) ->
     if backward.failures:
         raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
     results: list[ir.Value] = []
+    taken: set[ir.Value] = set()
     for value, name in zip(targets, planned.results, strict=True):
-        results.append(_result(backward, value, name, results))
+        results.append(_result(backward, value, name, taken))
+        taken.add(results[-1])
         results[-1].shape = planned.proven[value.name or ""]
     graph.extend(op.nodes)
     for node in graph.all_nodes():
@@ -291,7 +294,7 @@ def _checked(op: Recorder, seed: ir.Value, value: ir.Value) -> ir.Value:
         return op.require_shape(seed, value, f"the shape of {value.name}")
 
 
-def _result(backward: BackwardPass, value: ir.Value, name: str, others: Sequence[ir.Value]) -> ir.Value:
+def _result(backward: BackwardPass, value: ir.Value, name: str, others: Set[ir.Value]) -> ir.Value:
     """Return the gradient of a target under the given name; zeros if there is none."""
     op = backward.op
     grad = backward.total(value)
