@@ -6,7 +6,8 @@ import sys
 
 import onnx
 import pytest
-from scaling import chain, growing
+from scaling import growing
+from scaling_models import chain
 
 import ortgrad
 
