@@ -21,9 +21,10 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import needs_numba
+from support import needs_numba, session_of_passes
 
 import ortgrad
+from ortgrad.pipelines.prepare import prepare_loaded
 
 Arrays = dict[str, np.ndarray]
 WAYS = ("auto", "onnx")
@@ -56,7 +57,8 @@ def optimized(model: onnx.ModelProto, way: str, folder: Path) -> onnx.ModelProto
     path = folder / "optimized.onnx"
     chosen = options()
     chosen.optimized_model_filepath = str(path)
-    ortgrad.InferenceSession(model, chosen, kernels=way)
+    # A session that is asked to save its model does without internal operators.
+    session_of_passes(prepare_loaded(model, way, bodies=False), chosen)
     return onnx.load(path)
 
 

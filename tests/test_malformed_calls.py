@@ -152,7 +152,9 @@ def pool(arrays: Arrays, storage_order: int = 0, count_include_pad: int = 0, **a
     kernel, rank = attributes.get("kernel_shape"), len(x) - 2
     if kernel and not windows(x[2:], dy[2:], kernel, attributes, pool=True):
         return False
-    lengths = {"strides": rank, "dilations": rank, "pads": 2 * rank}
+    lengths = {"strides": rank, "dilations": rank}
+    if attributes.get("auto_pad", "NOTSET") == "NOTSET":
+        lengths["pads"] = 2 * rank  # otherwise they are ignored
     if any(len(attributes[name]) != n for name, n in lengths.items() if attributes.get(name)):
         return False
     own = np.arange(x[0] * x[1]).reshape(*x[:2], *[1] * (len(x) - 2)) * size

@@ -72,6 +72,8 @@ def by_decaying_formula(name: str, values: list[np.ndarray], n: dict[str, float]
     """Optimizers in which the weight decay is added to the gradient."""
     w, g, *state = values
     d = g + n["decay"] * w
+    if name == "add_decay":
+        return [w, d]
     if name == "decayed_sgd":
         return [w - n["rate"] * d, g]
     if name == "momentum_sgd":

@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::ortgrad.ParameterWarning")  # about what exporters do
 @pytest.mark.parametrize(("architecture", "exporter"), CASES)
 def test_gradients(architecture: Architecture, exporter: str) -> None:
     module = architecture.module()

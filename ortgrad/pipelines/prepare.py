@@ -42,11 +42,14 @@ def prepare(model: ModelLike, *, kernels: Kernels = "auto") -> onnx.ModelProto:
     return prepared if imports_domain(prepared) else with_import(prepared)
 
 
-def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True) -> onnx.ModelProto:
+def prepare_loaded(
+    model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = True, internal: bool = True
+) -> onnx.ModelProto:
     """Implement `prepare` for a loaded model; a model without gradient nodes is returned unchanged.
 
     Without `bodies`, the remaining gradient nodes can run only on their Python kernels. Nodes are then fused,
-    and constant integers dequantized, also in models of build_gradient_model without gradient nodes.
+    and constant integers dequantized, also in models of build_gradient_model without gradient nodes. Unless
+    `internal`, no operators are used that are refused in files.
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
@@ -62,7 +65,7 @@ def prepare_loaded(model: onnx.ModelProto, kernels: Kernels, *, bodies: bool = T
         from ortgrad.pipelines.prepared import prepare_proto
 
     with forks_wait(), judging(model):
-        return prepare_proto(model, kernels, bodies=bodies)
+        return prepare_proto(model, kernels, bodies=bodies, internal=internal)
 
 
 def _dequantizes(model: onnx.ModelProto) -> bool:

@@ -54,10 +54,12 @@ FOR_COMPILED: tuple[Pass, ...] = (
 )
 
 
-def prepare_proto(source: onnx.ModelProto, kernels: str, *, bodies: bool) -> onnx.ModelProto:
+def prepare_proto(
+    source: onnx.ModelProto, kernels: str, *, bodies: bool, internal: bool = True
+) -> onnx.ModelProto:
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = inline(read(_with_empty_tensors(source)), _holds_gradients)
-    compiled = not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
+    compiled = internal and not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
     dimensions = name_dimensions(model)
     sessions = () if bodies else FOR_SESSIONS
     model = run(model, *OPENING, *sessions)

@@ -124,7 +124,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels = kernels_for(kernels, providers, sess_options)
         loaded, chosen = model, kernels
         flushes = _choose_flushing(options, model)
-        model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False))
+        # What onnxruntime saves must be loaded again.
+        internal = not options.optimized_model_filepath
+        model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False, internal=internal))
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
             # microseconds in a run of a small model, and nothing in others.
