@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from support import assert_close
+from support import PATIENCE, assert_close
 
 import ortgrad
 from ortgrad.training import checkpoint, onnxblock
@@ -121,6 +123,56 @@ def test_names_are_unique_and_of_the_form_of_1_19_2() -> None:
     assert len(set(names)) == 3
     assert all(name.startswith("onnx::add_output::") for name in names)
     assert len({node.name for node in accessor.model.graph.node}) == 4
+
+
+def test_models_of_other_processes_keep_their_names() -> None:
+    """The names in a file are those that a new process would begin with."""
+    program = """
+import sys, onnx
+from ortgrad.training import onnxblock
+model = onnx.load_from_string(sys.stdin.buffer.read())
+with onnxblock.base(model) as accessor:
+    output = onnxblock.blocks.Pow(2.0)(onnxblock.blocks.Add()(model.graph.node[-1].output[0], "x"))
+onnx.checker.check_model(accessor.model)
+sys.stdout.buffer.write(accessor.model.SerializeToString())
+"""
+    model = parse(PAIR)
+    for _ in range(3):
+        given = model.SerializeToString()
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=given, capture_output=True, timeout=PATIENCE
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        model = onnx.load_from_string(done.stdout)
+    names = [name for node in model.graph.node for name in node.output]
+    assert len(names) == 7 and len(set(names)) == 7
+    assert len({tensor.name for tensor in model.graph.initializer}) == 3
+
+
+def test_names_inside_of_branches_are_taken() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]>
+        g (float[N] x, bool c) => (float[N] y) {
+            y = If (c) <
+                then_branch = t () => (float[N] a) { a = Neg(x) },
+                else_branch = e () => (float[N] b) { b = Abs(x) }
+            >
+        }"""
+    )
+    branch = model.graph.node[0].attribute[0].g
+    branch.output[0].name = branch.node[0].output[0] = "onnx::add_output::1"
+    with onnxblock.base(model) as accessor:
+        assert blocks.Add()("x", "x") == "onnx::add_output::2"
+    onnx.checker.check_model(accessor.model)
+
+
+def test_the_same_calls_make_the_same_model() -> None:
+    def made() -> bytes:
+        with onnxblock.base(parse(PAIR)) as accessor:
+            blocks.ReduceMean()(blocks.Clip(-1.0, 1.0)(blocks.Sub()("x", "y")))
+        return accessor.model.SerializeToString(deterministic=True)
+
+    assert made() == made()
 
 
 TARGETS = np.float32([[1, 0, 1], [0.25, 1, 0]])

@@ -196,7 +196,7 @@ def _two_scores(model: onnx.ModelProto, positive: str) -> str:
 
 def _add(model: onnx.ModelProto, op_type: str, inputs: list[str], **attributes: Any) -> str:
     """Add a node behind those that it reads and return the name of its output."""
-    name = graphs.generate_graph_name(op_type)
+    name = graphs.generate_graph_name(model, op_type)
     model.graph.node.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
     return name
 

@@ -67,7 +67,7 @@ class _Operator(Block):
         self._attributes = attributes
 
     def build(self, *input_names: str) -> str:
-        output = generate_graph_name(f"{self._op_name.lower()}_output")
+        output = generate_graph_name(self.base, f"{self._op_name.lower()}_output")
         return add_node(self.base, self._op_name, list(input_names), [output], **self._attributes)
 
 
@@ -118,7 +118,9 @@ class Pow(Block):
 
     def build(self, pow_input_name: str) -> str:
         exponent = _add_float(self.base, "pow_exponent", self._exponent)
-        return add_node(self.base, "Pow", [pow_input_name, exponent], [generate_graph_name("pow_output")])
+        return add_node(
+            self.base, "Pow", [pow_input_name, exponent], [generate_graph_name(self.base, "pow_output")]
+        )
 
 
 class ReduceMean(_UnaryOp):
@@ -178,7 +180,7 @@ class SequenceConstruct(Block):
     """A sequence of values."""
 
     def build(self, *sequence_input_names: str) -> str:
-        output = generate_graph_name("sequenceconstruct_output")
+        output = generate_graph_name(self.base, "sequenceconstruct_output")
         return add_node(self.base, "SequenceConstruct", list(sequence_input_names), [output])
 
 
@@ -186,7 +188,7 @@ class ReduceAllL2(Block):
     """The square root of the sum of the squares of all elements of several values (com.microsoft)."""
 
     def build(self, *reduce_node_input_names: str) -> str:
-        output = generate_graph_name("reducealll2_output")
+        output = generate_graph_name(self.base, "reducealll2_output")
         inputs = list(reduce_node_input_names)
         kind = graph.element_type(self.base, inputs[0]) if inputs else TensorProto.FLOAT
         add_node(self.base, "ReduceAllL2", inputs, [output], domain=DOMAIN)
@@ -209,7 +211,7 @@ class Clip(Block):
             "" if bound is None else _add_float(self.base, name, bound, kind, [])
             for name, bound in (("clip_min", self._min), ("clip_max", self._max))
         ]
-        output = generate_graph_name("clip_output")
+        output = generate_graph_name(self.base, "clip_output")
         return add_node(self.base, "Clip", [clip_input_name, *bounds], [output])
 
 
@@ -232,7 +234,7 @@ class InputLike(Block):
             found = graph.find_value(self.base, self._like)
         except NameNotFoundError as error:
             raise NameNotFoundError(f"no input can be like {self._like!r}: {error}") from error
-        name = input_name or generate_graph_name("input")
+        name = input_name or generate_graph_name(self.base, "input")
         self.base.graph.input.add(name=name, type=found.type)
         return name
 
@@ -267,7 +269,7 @@ class LabelEncoder(Block):
         self._attributes: dict[str, Any] = {k: v for k, v in attributes.items() if v is not None}
 
     def build(self, label_encoder_input_name: str) -> str:
-        output = generate_graph_name("label_encoder.output")
+        output = generate_graph_name(self.base, "label_encoder.output")
         inputs = [label_encoder_input_name]
         return add_node(self.base, "LabelEncoder", inputs, [output], domain="ai.onnx.ml", **self._attributes)
 
@@ -281,7 +283,7 @@ class Cast(Block):
 
     def build(self, cast_input_name: str) -> str:
         return add_node(
-            self.base, "Cast", [cast_input_name], [generate_graph_name("cast.output")], to=self._to
+            self.base, "Cast", [cast_input_name], [generate_graph_name(self.base, "cast.output")], to=self._to
         )
 
 
@@ -301,11 +303,11 @@ class Linear(Block):
         inputs = [linear_input_name, self._add_random("linear.weight", self._shape)]
         if self._bias:
             inputs.append(self._add_random("linear.bias", self._shape[1:]))
-        output = generate_graph_name("linear.output")
+        output = generate_graph_name(self.base, "linear.output")
         return add_node(self.base, "Gemm", inputs, [output], alpha=self._alpha, beta=self._beta)
 
     def _add_random(self, token: str, shape: tuple[int, ...]) -> str:
-        name = generate_graph_name(token)
+        name = generate_graph_name(self.base, token)
         # NumPy's global generator, so that np.random.seed makes the values reproducible.
         values = np.random.randn(*shape).astype(np.float32)
         self.base.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
@@ -320,6 +322,6 @@ def _add_float(
     shape: Sequence[int] = (1,),
 ) -> str:
     """Add an initializer of one element and return its name."""
-    name = generate_graph_name(token)
+    name = generate_graph_name(model, token)
     model.graph.initializer.append(onnx.helper.make_tensor(name, kind, shape, [value]))
     return name

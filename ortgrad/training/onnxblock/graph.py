@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import onnx
@@ -10,18 +11,27 @@ from onnx import TensorProto
 
 from ortgrad.errors import NameNotFoundError
 from ortgrad.graph.matching import nearest
-from ortgrad.graph.protos import copy_of
+from ortgrad.graph.protos import all_graphs, copy_of
 from ortgrad.operators.schema import with_schemas
 
 # Initializers with more elements hold weights, not sizes or axes that shape inference needs.
 _LARGEST_CONSTANT = 1024
 
-_numbers = itertools.count(1)
+
+def generate_graph_name(model: onnx.ModelProto, token: str) -> str:
+    """Return a name that nothing in the model has, whoever has written it: `onnx::token::number`."""
+    taken = set(_names(model))
+    candidates = (f"onnx::{token}::{number}" for number in itertools.count(1))
+    return next(name for name in candidates if name not in taken)
 
 
-def generate_graph_name(token: str) -> str:
-    """Return a name that no other call returns."""
-    return f"onnx::{token}::{next(_numbers)}"
+def _names(model: onnx.ModelProto) -> Iterator[str]:
+    """Yield the names of nodes and values, those in subgraphs too."""
+    for graph in all_graphs(model.graph):
+        yield from (value.name for value in (*graph.input, *graph.output, *graph.initializer))
+        for node in graph.node:
+            yield node.name
+            yield from node.output
 
 
 def add_node(
@@ -35,7 +45,7 @@ def add_node(
 ) -> str:
     """Append a node with a generated name to the model and return the name of its first output."""
     node = onnx.helper.make_node(
-        op_type, inputs, outputs, name=generate_graph_name(op_type), domain=domain, **attributes
+        op_type, inputs, outputs, name=generate_graph_name(model, op_type), domain=domain, **attributes
     )
     model.graph.node.append(node)
     if domain and all(opset.domain != domain for opset in model.opset_import):

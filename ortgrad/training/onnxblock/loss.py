@@ -143,7 +143,7 @@ class CrossEntropyLoss(blocks.Block):
         inputs = [scores, labels_name]
         if self._weight is not None:
             inputs.append(_add_array(model, "celoss.weight", self._weight, found.elem_type))
-        outputs = [generate_graph_name("loss"), generate_graph_name("log_prob")]
+        outputs = [generate_graph_name(model, token) for token in ("loss", "log_prob")]
         attributes: dict[str, Any] = (
             {} if self._ignore_index is None else {"ignore_index": self._ignore_index}
         )
@@ -183,13 +183,13 @@ def _check(reduction: str) -> None:
 
 
 def _node(model: onnx.ModelProto, op_type: str, *inputs: str, **attributes: Any) -> str:
-    output = generate_graph_name(f"{op_type.lower()}_output")
+    output = generate_graph_name(model, f"{op_type.lower()}_output")
     return add_node(model, op_type, list(inputs), [output], **attributes)
 
 
 def _add_array(model: onnx.ModelProto, token: str, array: Any, kind: int) -> str:
     """Add an initializer and return its name."""
-    name = generate_graph_name(token)
+    name = generate_graph_name(model, token)
     values = np.asarray(array).astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
     model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
     return name

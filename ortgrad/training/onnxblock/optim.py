@@ -27,7 +27,7 @@ class ClipGradNorm(blocks.Block):
         self._max_norm = max_norm
 
     def build(self, gradients_name: str) -> str:
-        output = generate_graph_name("clip_grad_norm_output")
+        output = generate_graph_name(self.base, "clip_grad_norm_output")
         kind = _sequence_type(self.base, gradients_name)
         add_node(
             self.base,
@@ -61,7 +61,7 @@ class _Optimizer(ForwardBlock):
         for name in ("params", "gradients", *self._moments):
             inputs.append(onnx.helper.make_tensor_sequence_value_info(name, kind, None))
         gradients = "gradients" if self._clip_grad is None else self._clip_grad("gradients")
-        flag = generate_graph_name(self._flag)
+        flag = generate_graph_name(self.base, self._flag)
         add_node(
             self.base, self._op_type, self._inputs(gradients), [flag], domain=DOMAIN, **self._attributes()
         )
