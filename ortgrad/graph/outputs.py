@@ -7,8 +7,9 @@ from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 
-# The places of values among the outputs of a graph. They are checked before use: others may change the list.
-_places: WeakKeyDictionary[ir.Graph, dict[ir.Value, list[int]]] = WeakKeyDictionary()
+# The places of values, by `id`, among the outputs of a graph. They are checked before use: others may change the
+# list. The values themselves would keep their graph alive.
+_places: WeakKeyDictionary[ir.Graph, dict[int, list[int]]] = WeakKeyDictionary()
 
 
 def replace_values(old: Sequence[ir.Value], new: Sequence[ir.Value]) -> None:
@@ -67,17 +68,17 @@ def release_output(old: ir.Value, new: ir.Value) -> None:
     # What was noted may be of an earlier state of the list.
     for known in (_places.get(graph, {}), None):
         places = _note(graph) if known is None else known
-        for i in places.pop(old, ()):
+        for i in places.pop(id(old), ()):
             if i < len(graph.outputs) and graph.outputs[i] is old:
                 graph.outputs[i] = new
-                places.setdefault(new, []).append(i)
+                places.setdefault(id(new), []).append(i)
         if not old.is_graph_output():
             return
 
 
-def _note(graph: ir.Graph) -> dict[ir.Value, list[int]]:
-    places: dict[ir.Value, list[int]] = {}
+def _note(graph: ir.Graph) -> dict[int, list[int]]:
+    places: dict[int, list[int]] = {}
     for i, value in enumerate(graph.outputs):
-        places.setdefault(value, []).append(i)
+        places.setdefault(id(value), []).append(i)
     _places[graph] = places
     return places
