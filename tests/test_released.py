@@ -42,7 +42,7 @@ def test_nothing_is_left(name: str, tmp_path: Path) -> None:
         call(f"then {i}")
     grown = kept() - before
     if name == "register":
-        # A plain session may end after Python does, so nobody is told when its kernels are not needed any more.
+        # A plain session may end after Python does, so nobody is told when its kernels have no use any more.
         for kind in KERNELS:
             del grown[kind]
     assert not {kind: count for kind, count in grown.items() if count >= CALLS}
