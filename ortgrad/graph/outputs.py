@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 
-# The places of values, by `id`, among the outputs of a graph. They are checked before use: others may change the
-# list. The values themselves would keep their graph alive.
+# The places of values, by `id`, among the outputs of a graph. They are checked before use: others may change
+# the list. The values themselves would keep their graph alive.
 _places: WeakKeyDictionary[ir.Graph, dict[int, list[int]]] = WeakKeyDictionary()
 
 
