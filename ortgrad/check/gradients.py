@@ -76,7 +76,7 @@ def check_gradients(
     proto = load_model(model)
     generator = np.random.default_rng(seed)
     given = {name: np.asarray(array) for name, array in (feeds or {}).items()}
-    targets, outputs = names_of(wrt), names_of(of)
+    targets, outputs = names_of("wrt", wrt), names_of("of", of)
     if targets is None:
         targets = differentiable(proto)
     if outputs is None:

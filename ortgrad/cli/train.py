@@ -45,7 +45,7 @@ def command(arguments: argparse.Namespace) -> int:
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
         evaluate=None if held_out is None else _named(held_out, trainer.input_names),
-        metric=arguments.metric if held_out is not None else None,
+        metric=arguments.metric,
         patience=arguments.patience,
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,

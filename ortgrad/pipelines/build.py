@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 
-from ortgrad.errors import ParameterWarning
+from ortgrad.errors import NameNotFoundError, ParameterWarning
 from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, judging, load_model
@@ -67,7 +67,9 @@ def build_gradient_model(
     proto = load_model(model)
     given = None if feeds is None else checked_feeds(proto, feeds)
     with forks_wait(), judging(proto):
-        built, stopped, partial = build(proto, names_of(wrt), names_of(of), straight_through, given)
+        built, stopped, partial = build(
+            proto, names_of("wrt", wrt), names_of("of", of), straight_through, given
+        )
     warn_about_stops(stopped)
     changed = None if is_built(proto) else describe_changes(names_in(built)[0], read_origins(proto))
     for text in (*partial, *([changed] if changed else [])):
@@ -75,9 +77,12 @@ def build_gradient_model(
     return built
 
 
-def names_of(names: str | Sequence[str] | None) -> list[str] | None:
+def names_of(argument: str, names: str | Sequence[str] | None) -> list[str] | None:
     """Return `wrt` or `of` as a list of names; None if it is None."""
     if names is None:
         return None
     # Without duplicates, in the order given.
-    return list(dict.fromkeys([names] if isinstance(names, str) else names))
+    listed = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    if not listed:
+        raise NameNotFoundError(f"{argument} names nothing: name at least one value, or leave {argument} out")
+    return listed

@@ -55,7 +55,7 @@ def explain(
     written = {name: node for node in proto.graph.node for name in node.output if name}
     given = None if feeds is None else checked_feeds(proto, feeds)
     with judging(proto):
-        planned = plan(proto, names_of(wrt), names_of(of), feeds=given, as_written=True)
+        planned = plan(proto, names_of("wrt", wrt), names_of("of", of), feeds=given, as_written=True)
     if not planned.backward.failures:
         warn_about_stops(planned.stopped)
     backward = planned.backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ortgrad.errors import ArgumentTypeError, TrainingError
 from ortgrad.graph.matching import nearest
+from ortgrad.training.arguments import check_count
 
 Batch = list[np.ndarray]
 
@@ -23,24 +24,33 @@ def is_array(value: Any) -> bool:
 
 def as_array(value: Any, what: str) -> np.ndarray:
     """Return a value as an array, without a copy where its library allows that."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{what} is a masked array: choose what stands for the masked elements, .filled()"
+        )
     if isinstance(value, np.ndarray):
-        return value
+        return _in_native_order(value)
     if getattr(value, "requires_grad", False):
         raise ArgumentTypeError(f"{what} is a tensor that requires a gradient: give its .detach()")
     try:
         if hasattr(value, "__dlpack_device__") and int(value.__dlpack_device__()[0]) not in _HOST:
             raise ValueError("it is not in main memory; copy it there, in PyTorch by .cpu()")
         if hasattr(value, "__array__"):
-            return np.asarray(value)
+            return _in_native_order(np.asarray(value))
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
         if isinstance(value, (list, tuple)) and value and all(map(is_array, value)):
             return np.stack([as_array(each, what) for each in value])
-        return np.asarray(value)
+        return _in_native_order(np.asarray(value))
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ArgumentTypeError(
             f"{what}, a {type(value).__name__}, cannot be read as an array: {error}"
         ) from error
+
+
+def _in_native_order(array: np.ndarray) -> np.ndarray:
+    """Return the array with the bytes of its elements in the order of the processor."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 # The kinds of devices of DLPack that are main memory: CPU, and memory pinned for CUDA or ROCm.
@@ -142,12 +152,14 @@ class Source:
 
     count: int | None
     begin: Callable[[int, int], Iterator[Batch]]
+    # The number of samples of the smallest batch, if that is known, and what batches depend on.
+    smallest: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def source_of(data: Any, inputs: Inputs, batch_size: int, seed: int | None, what: str = "the data") -> Source:
     """Return the batches of a tuple or dict of arrays, or of an iterable; without a seed, in their order."""
-    if batch_size < 1:
-        raise TrainingError(f"batch_size is {batch_size}; it must be at least 1")
+    check_count("batch_size", batch_size, 1)
     # A batch is a tuple, a list or a dict, so that data with an array in it consists of arrays.
     columns = isinstance(data, (tuple, list)) and any(map(is_array, data))
     if isinstance(data, Mapping) or (columns and (isinstance(data, tuple) or len(data) == len(inputs.names))):
@@ -176,7 +188,8 @@ def _from_arrays(arrays: Batch, inputs: Inputs, batch_size: int, seed: int | Non
             chosen: Any = slice(start, start + batch_size)
             yield [array[chosen if order is None else order[chosen]] for array in arrays]
 
-    return Source(math.ceil(size / batch_size), begin)
+    settings = {"batch_size": int(batch_size), "shuffle": seed is not None, "samples": size}
+    return Source(math.ceil(size / batch_size), begin, size % batch_size or batch_size, settings)
 
 
 def _from_batches(data: Iterable[Any], inputs: Inputs, what: str) -> Source:
@@ -209,7 +222,10 @@ def limited(source: Source, batches: int, data: Any, inputs: Inputs, what: str =
     Data without a length goes on in the next epoch where it has stopped, and begins anew when it has ended.
     """
     if source.count is not None:
-        return Source(batches, lambda epoch, first: islice(source.begin(epoch, first), batches - first))
+        settings = {**source.settings, "batches": batches}
+        begin = source.begin
+        # The last batches may be left out, and the smallest is among them.
+        return Source(batches, lambda *place: islice(begin(*place), batches - place[1]), None, settings)
     stream = _Stream(data, inputs, what)
     return Source(batches, lambda epoch, first: stream.part(epoch * batches + first, batches - first))
 
@@ -245,6 +261,7 @@ class _Stream:
         return found
 
 
-def samples(batch: Batch) -> int:
-    """Return the number of samples of a batch: the length of the target, which is the last of the inputs."""
-    return len(batch[-1]) if batch and batch[-1].ndim else 1
+def samples(batch: Batch, target: int | None) -> int:
+    """Return the number of samples of a batch: that of the target, or of the first input with any."""
+    arrays = batch if target is None else [batch[target]]
+    return next((len(array) for array in arrays if array.ndim), 1)

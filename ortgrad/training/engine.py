@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -10,16 +11,16 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from ortgrad.errors import TrainingModelError
+from ortgrad.errors import TrainingError, TrainingModelError
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
 from ortgrad.training import graphs
 from ortgrad.training.checkpoint import Checkpoint
 from ortgrad.training.data import Batch, Inputs
 from ortgrad.training.models import RESET, build_models, take_parameters
-from ortgrad.training.onnxblock.graph import find_value, with_inferred
+from ortgrad.training.onnxblock.graph import find_value, generate_graph_name, with_inferred
 from ortgrad.training.sessions import BoundSession
 from ortgrad.training.state import TrainingState
-from ortgrad.training.statistics import running_statistics
+from ortgrad.training.statistics import normalization_of_vectors, running_statistics
 from ortgrad.training.weights import load_weights
 
 # Operators with a generator of random numbers, which onnxruntime begins with the attribute `seed`.
@@ -99,7 +100,8 @@ class Engine:
 
     `trained` are the trained parameters in the order in which they lie in memory. `loss` is the loss, and
     `outputs` are what evaluation returns besides. `untrained` are the outputs of batch normalizations that
-    are in evaluation mode also in training.
+    are in evaluation mode also in training. `compared` are a value and inputs that must have its shape: where
+    the loss subtracts them, others would be broadcast.
     """
 
     def __init__(
@@ -112,12 +114,17 @@ class Engine:
         accumulates: bool,
         threads: int,
         untrained: Collection[str] = (),
+        compared: tuple[str, Sequence[str]] = ("", ()),
     ) -> None:
         self.loss, self._accumulates, self._threads = loss, accumulates, threads
         frozen = running_statistics(model, untrained)
         weights = load_weights(model, {*trained, *frozen})
         forward = with_inferred(weights.model)
+        self._compared = _compared(forward, *compared)
         _set_outputs(forward, [loss, *outputs])
+        # A batch normalization that needs more than one sample.
+        self.needs_samples = normalization_of_vectors(forward, untrained)
+        self._shape = _add_shape(forward, compared[0]) if self._compared else ""
         values = take_parameters(forward, trained, frozen)
         tensors = {tensor.name: tensor for tensor in (*values.trainable, *values.frozen)}
         self.state = TrainingState(
@@ -141,7 +148,8 @@ class Engine:
 
     def _with_outputs(self, training: onnx.ModelProto) -> graphs.TrainingGraph:
         names = set(self.state.names)
-        kept = [v for v in training.graph.output if v.name == self.loss or "_grad.accumulation" in v.name]
+        own = (self.loss, self._shape)
+        kept = [v for v in training.graph.output if v.name in own or "_grad.accumulation" in v.name]
         del training.graph.output[:]
         training.graph.output.extend(kept)
         make = graphs.accumulating if self._accumulates else graphs.overwriting
@@ -172,7 +180,7 @@ class Engine:
     def _make_session(self) -> BoundSession:
         state, graph = self.state, self._graph
         gradients = state.allocate_gradients()
-        session = BoundSession(graph.model, Path(), self._options(), graph.user_inputs, [self.loss])
+        session = BoundSession(graph.model, Path(), self._options(), graph.user_inputs, self._own_outputs)
         fed = {value.name for value in graph.model.graph.input}
         inputs = {name: state.parameter(name) for name in state.names if name in fed}
         inputs.update({buffer: gradients[name] for buffer, name in graph.buffers.items()})
@@ -183,27 +191,73 @@ class Engine:
         session.bind(inputs, outputs)
         return session
 
+    @property
+    def _own_outputs(self) -> list[str]:
+        """What a step returns: the loss, and the shape that is compared."""
+        return [self.loss, self._shape] if self._shape else [self.loss]
+
     def gradients(self, batch: Batch, *, add: bool) -> float:
-        """Compute the gradients of a batch, or add them to those there are, and return the loss."""
+        """Compute the gradients of a batch, or add them to those there are, and return the loss.
+
+        A batch that fails, or whose loss is not finite, leaves no trace in the statistics.
+        """
         if self._session is None:
             self.seed(0)
         assert self._session is not None
         self._session.check(batch)
         self._reset[0] = not add
-        (loss,) = self._session.run(batch)
-        return float(np.asarray(loss).reshape(()))
+        statistics = [self.state.parameter(name) for name in self._graph.statistics.values()]
+        before, loss = [array.copy() for array in statistics], math.nan
+        try:
+            found, *shape = self._session.run(batch)
+            self._compare(batch, *shape)
+            loss = float(np.asarray(found).reshape(()))
+        finally:
+            if not math.isfinite(loss):
+                for array, old in zip(statistics, before, strict=True):
+                    array[...] = old
+        return loss
+
+    def _compare(self, batch: Batch, shape: np.ndarray | onnxruntime.OrtValue | None = None) -> None:
+        """Raise TrainingError if the loss has broadcast a target."""
+        for name in self._compared if shape is not None else ():
+            given, wanted = batch[self.inputs.names.index(name)].shape, tuple(np.asarray(shape).tolist())
+            if given != wanted:
+                raise TrainingError(
+                    f"{name!r} has the shape {list(given)}, and what it is compared with {list(wanted)}: the "
+                    "loss would broadcast them. Give the target the shape of the output"
+                )
 
     def evaluate(self, batch: Batch) -> list[np.ndarray]:
         """Return the loss and the outputs of a batch in evaluation mode."""
         if self._evaluating is None:
             model = self._evaluation
-            outputs = [value.name for value in model.graph.output]
+            outputs = [value.name for value in model.graph.output if value.name != self._shape]
             fed = {value.name for value in model.graph.input}
             session = BoundSession(model, Path(), self._options(), self.inputs.names, outputs)
             session.bind({name: self.state.parameter(name) for name in self.state.names if name in fed}, {})
             self._evaluating = session
         self._evaluating.check(batch)
         return [np.asarray(value) for value in self._evaluating.run(batch)]
+
+
+def _compared(model: onnx.ModelProto, value: str, targets: Sequence[str]) -> list[str]:
+    """Return the inputs among `targets` whose shapes may turn out to be others than that of `value`."""
+    if not targets:
+        return []
+    kind = find_value(model, value).type.tensor_type
+    types = {each.name: each.type.tensor_type for each in model.graph.input}
+    fixed = kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim)
+    # Shapes that are known are compared before a run.
+    return [name for name in targets if not fixed or types[name].shape != kind.shape]
+
+
+def _add_shape(model: onnx.ModelProto, value: str) -> str:
+    """Add the shape of a value to the outputs and return its name."""
+    name = generate_graph_name(model, f"{value}/shape")
+    model.graph.node.append(helper.make_node("Shape", [value], [name], name=name))
+    model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
+    return name
 
 
 def _set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:

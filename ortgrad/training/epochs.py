@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortgrad.errors import CheckpointError
 from ortgrad.progress import Progress
-from ortgrad.training.data import Batch, Source, samples
+from ortgrad.training.data import Batch, Source
 
 if TYPE_CHECKING:
     from ortgrad.training.trainer import Trainer
@@ -34,6 +35,19 @@ class Run:
         self._started, self._first, self._saved = time.monotonic(), trainer.steps, trainer.steps
         self._before, self._samples = trainer._place.seconds, 0
 
+    def check_place(self, batches: Mapping[str, Any]) -> None:
+        """Note how batches are made; raises TrainingError if the epoch was begun with others."""
+        place = self._trainer._place
+        batches = {**batches, "accumulate": self._trainer.accumulate}
+        changed = [key for key, value in place.batches.items() if batches.get(key, value) != value]
+        if place.batch and changed:
+            name = changed[0]
+            raise CheckpointError(
+                f"the checkpoint is in the middle of epoch {place.epoch + 1}, which began with "
+                f"{name}={place.batches[name]}, not {batches[name]}: the rest of it would be other samples"
+            )
+        place.batches = batches
+
     def save(self) -> None:
         """Write a checkpoint if one is wanted."""
         if self._path is not None:
@@ -45,29 +59,31 @@ class Run:
         trainer = self._trainer
         first = trainer._place.batch
         losses: list[float] = []
-        sizes: list[int] = []
+        weights: list[int] = []
+        seen = 0
         for number, (batch, is_last) in enumerate(
             _with_last(self._source.begin(trainer._place.epoch, first)), first
         ):
             where = f"epoch {trainer._place.epoch + 1}, batch {number + 1}"
             losses.append(trainer._gradients(batch, bool(losses), where))
-            sizes.append(samples(batch))
+            weights.append(trainer._weight(batch))
+            seen += trainer._count(batch)
             if len(losses) == trainer.accumulate or is_last:
-                self._step(number + 1, losses, sizes)
-                losses, sizes = [], []
+                self._step(number + 1, losses, weights, seen)
+                losses, weights, seen = [], [], 0
                 self._show(bar)
                 # At the end of an epoch there is a checkpoint anyway.
                 if self._every and not is_last and trainer.steps - self._saved >= self._every:
                     self.save()
 
-    def _step(self, done: int, losses: list[float], sizes: list[int]) -> None:
+    def _step(self, done: int, losses: list[float], weights: list[int], seen: int) -> None:
         trainer, place = self._trainer, self._trainer._place
 
         def note() -> None:
-            self._samples += sum(sizes)
+            self._samples += seen
             place.batch = done
-            place.loss += sum(loss * size for loss, size in zip(losses, sizes, strict=True))
-            place.samples += sum(sizes)
+            place.loss += sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+            place.samples += sum(weights)
             place.seconds = self._before + time.monotonic() - self._started
             place.losses.append(float(np.mean(losses)))
 

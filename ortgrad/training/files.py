@@ -29,17 +29,27 @@ _ABANDONED = 600.0
 class Partial:
     """A file that is written beside the place where `commit` puts it.
 
-    If the context ends without a commit, the file is removed.
+    If the context ends without a commit, the file is removed. What is no file, such as /dev/stdout or a pipe,
+    is written itself.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         # A link stays a link: the file that it names is replaced.
         self.target = Path(os.path.realpath(os.fspath(target)))
+        self._is_file = not self.target.exists() or self.target.is_file() or self.target.is_dir()
+        if not self._is_file:
+            self.path = self.target
+            self.file: BinaryIO = open(self.path, "wb")  # noqa: SIM115 (closed in finish)
+            return
+        mode = self.target.stat().st_mode & 0o777 if self.target.exists() else None
         pattern = rf"\.{re.escape(self.target.name)}\.[0-9a-f]{{16}}{re.escape(_SUFFIX)}"
         remove_abandoned(self.target.parent, re.compile(pattern))
         self.path = self.target.with_name(f".{self.target.name}.{secrets.token_hex(8)}{_SUFFIX}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        self.file: BinaryIO = open(os.open(self.path, flags, 0o666), "wb")  # noqa: SIM115 (closed in finish)
+        self.file = open(os.open(self.path, flags, 0o666), "wb")  # noqa: SIM115 (closed in finish)
+        if mode is not None:
+            # The new file is no more readable than the old one was.
+            os.chmod(self.path, mode)
 
     def __enter__(self) -> Partial:
         return self
@@ -49,17 +59,21 @@ class Partial:
     ) -> None:
         with suppress(OSError):
             self.file.close()
-        with suppress(OSError):
-            os.unlink(self.path)
+        if self._is_file:
+            with suppress(OSError):
+                os.unlink(self.path)
 
     def finish(self) -> None:
         """Write everything to the disk."""
         self.file.flush()
-        os.fsync(self.file.fileno())
+        if self._is_file:
+            os.fsync(self.file.fileno())
         self.file.close()
 
     def commit(self, target: Path | None = None) -> None:
         """Rename the finished file to its place."""
+        if not self._is_file:
+            return
         place = self.target if target is None else target
         os.replace(self.path, place)
         sync_folder(place.parent)

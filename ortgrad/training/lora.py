@@ -40,7 +40,15 @@ from ortgrad.training.evaluation import for_inference
 from ortgrad.training.exporting import arrays_of
 from ortgrad.training.lora_merging import merge
 from ortgrad.training.lora_nodes import Adapted, Adapter, adapter_for, adapter_nodes, find_adapted
-from ortgrad.training.lora_sites import Site, constants, defined, find_sites, readers
+from ortgrad.training.lora_sites import (
+    ADAPTER_SUFFIXES,
+    Site,
+    adapter_names,
+    constants,
+    defined,
+    find_sites,
+    readers,
+)
 from ortgrad.training.state import describe
 from ortgrad.training.weights import LARGE, set_value, size_of
 
@@ -49,7 +57,6 @@ __all__ = ["add_lora", "load_lora", "lora_parameters", "merge_lora", "save_lora"
 _METADATA = "ortgrad.lora"
 # Before it, Add and Mul broadcast only on request.
 _OLDEST_OPSET = 7
-_SUFFIXES = (".lora_A", ".lora_B")
 
 
 @checked
@@ -104,7 +111,9 @@ def lora_parameters(model: ModelLike) -> list[str]:
     """
     proto = load_model(model, external_data=False)
     return [
-        name for pair in _pairs(tensor.name for tensor in proto.graph.initializer).values() for name in pair
+        name
+        for pair in adapter_names(tensor.name for tensor in proto.graph.initializer).values()
+        for name in pair
     ]
 
 
@@ -134,7 +143,7 @@ def save_lora(model_or_state: Any, path: str | os.PathLike[str], *, model: Model
         source, arrays = model_or_state, {}
     else:
         state = arrays_of(model_or_state)
-        arrays = {name: state[name] for pair in _pairs(state).values() for name in pair}
+        arrays = {name: state[name] for pair in adapter_names(state).values() for name in pair}
         if not arrays:
             raise TrainingError("the state has no adapters: no pair of <weight>.lora_A and <weight>.lora_B")
     metadata: dict[str, str] = {}
@@ -175,7 +184,7 @@ def load_lora(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto
     [[3.0], [4.0]]
     """
     arrays, metadata = load_tensors(path)
-    pairs = _pairs(arrays)
+    pairs = adapter_names(arrays)
     others = sorted(set(arrays) - {name for pair in pairs.values() for name in pair})
     if others or not arrays:
         what = f"{others[0]!r} is no part of an adapter" if others else "it has no tensors"
@@ -284,19 +293,12 @@ def _check_numbers(rank: Any, alpha: Any, seed: Any) -> None:
         raise TrainingError(f"alpha is {alpha}; it must be a finite number above 0")
 
 
-def _pairs(names: Any) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B by weight."""
-    known = dict.fromkeys(names)
-    weights = [name[: -len(_SUFFIXES[0])] for name in known if name.endswith(_SUFFIXES[0])]
-    return {w: (w + _SUFFIXES[0], w + _SUFFIXES[1]) for w in weights if w + _SUFFIXES[1] in known}
-
-
 def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dict[str, list[Site]]:
     """Return the nodes that get an adapter, by weight.
 
     If `exact` is not empty, the patterns are the weights that the file of this name has.
     """
-    present = _pairs(tensor.name for tensor in model.graph.initializer)
+    present = adapter_names(tensor.name for tensor in model.graph.initializer)
     own = {name for pair in present.values() for name in pair}
     sites = [site for site in find_sites(model) if site.weight not in own]
     origins = Origins() if exact else read_origins(model)
@@ -319,7 +321,7 @@ def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dic
             raise ModelError(f"the weight {weight!r} has an adapter already")
         if count[weight] > 1:
             raise ModelError(f"{count[weight]} values of the model have the name {weight!r}; rename them")
-        for suffix in (*_SUFFIXES, ".lora_scale"):
+        for suffix in (*ADAPTER_SUFFIXES, ".lora_scale"):
             if count[weight + suffix]:
                 raise ModelError(
                     f"the model has a value {weight + suffix!r}, the name of an adapter's tensor"
@@ -330,7 +332,7 @@ def _chosen(model: onnx.ModelProto, patterns: list[str], exact: str = "") -> dic
 
 def _no_match(model: onnx.ModelProto, pattern: str, sites: list[Site], exact: str, origins: Origins) -> str:
     candidates = [name for site in sites for name in (*site.names, *origins.names(site.weight))]
-    others = [n for n in constants(model) if matches(pattern, [n]) and not n.endswith(_SUFFIXES)]
+    others = [n for n in constants(model) if matches(pattern, [n]) and not n.endswith(ADAPTER_SUFFIXES)]
     if others:
         kinds = readers(others[:1], model)
         what = f"the weight {pattern!r} of {exact}"
@@ -481,7 +483,7 @@ def _value(tensor: onnx.TensorProto, folder: str) -> np.ndarray:
 
 def _adapted(model: onnx.ModelProto) -> list[Adapted]:
     """Return the nodes with adapters; raises ModelError for tensors that no node uses as an adapter."""
-    pairs = _pairs(tensor.name for tensor in model.graph.initializer)
+    pairs = adapter_names(tensor.name for tensor in model.graph.initializer)
     adapted = find_adapted(find_sites(model), model, _opset(model)) if pairs else []
     found = {each.adapter.weight for each in adapted}
     for weight, (a, b) in pairs.items():
@@ -495,7 +497,9 @@ def _adapted(model: onnx.ModelProto) -> list[Adapted]:
 def _adapters(model: onnx.ModelProto) -> dict[str, Adapter]:
     """Return the adapters of a model by weight, in the order of their tensors."""
     found = {each.adapter.weight: each.adapter for each in _adapted(model)}
-    return {weight: found[weight] for weight in _pairs(tensor.name for tensor in model.graph.initializer)}
+    return {
+        weight: found[weight] for weight in adapter_names(tensor.name for tensor in model.graph.initializer)
+    }
 
 
 def _alphas(model: onnx.ModelProto, adapters: Mapping[str, Adapter], folder: str) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from onnx import helper
 
 from ortgrad.graph.protos import FLOATS, all_graphs, subgraphs
 from ortgrad.operators.declaration import DOMAIN
+
+# The tensors of an adapter are called like the weight, and so.
+ADAPTER_SUFFIXES = (".lora_A", ".lora_B")
 
 
 @dataclass(frozen=True)
@@ -215,3 +218,14 @@ def readers(names: Sequence[str], model: onnx.ModelProto) -> list[str]:
             if wanted.intersection(node.input)
         }
     )
+
+
+def adapter_names(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the names of A and B by weight."""
+    known = dict.fromkeys(names)
+    weights = [name[: -len(ADAPTER_SUFFIXES[0])] for name in known if name.endswith(ADAPTER_SUFFIXES[0])]
+    return {
+        w: (w + ADAPTER_SUFFIXES[0], w + ADAPTER_SUFFIXES[1])
+        for w in weights
+        if w + ADAPTER_SUFFIXES[1] in known
+    }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ortgrad.errors import NameNotFoundError
+from ortgrad.errors import NameNotFoundError, TrainingError
 from ortgrad.graph.protos import FLOATS
 from ortgrad.training.data import as_array, is_array
 from ortgrad.training.linear_models import open_linear_models
@@ -53,8 +53,29 @@ def suggest_types(
         elif array.dtype.kind == "b":
             found[name] = (np.bool_, dims)
         elif array.dtype.kind == "f" and array.ndim != len(wanted.shape.dim) and wanted.elem_type in FLOATS:
+            if _is_the_same(name, array, wanted):
+                continue
             found[name] = (np.float64 if wanted.elem_type == onnx.TensorProto.DOUBLE else np.float32, dims)
     return data, Suggested(found, types) if found else types
+
+
+def _is_the_same(name: str, array: np.ndarray, wanted: onnx.TypeProto.Tensor) -> bool:
+    """Return whether an array is a vector for an output of one column.
+
+    Raises TrainingError for other shapes that differ from the output's by axes of one element only: a loss
+    would broadcast them.
+    """
+    if not wanted.HasField("shape"):
+        return False
+    dims = [dim.dim_value or dim.dim_param for dim in wanted.shape.dim]
+    if len([size for size in array.shape if size != 1]) != len([size for size in dims if size != 1]):
+        return False
+    if array.ndim == 1 and len(dims) == 2 and dims[1] == 1:
+        return True
+    raise TrainingError(
+        f"{name!r} has the shape {list(array.shape)} in the first batch or the data, and the output {dims}: "
+        f"the loss would broadcast them. Give {name!r} the shape of the output, or say what it is in types="
+    )
 
 
 def _first(data: Any) -> tuple[Any, Any]:

@@ -29,8 +29,8 @@ def check_metric(metric: object) -> str:
 class Measurement:
     """Adds up a metric over batches; a function gets all outputs and targets at once."""
 
-    def __init__(self, metric: Metric, axis: int | None, ignored: int | None) -> None:
-        self._metric, self._axis, self._ignored = metric, axis, ignored
+    def __init__(self, metric: Metric, axis: int | None, ignored: int | None, threshold: float = 0.0) -> None:
+        self._metric, self._axis, self._ignored, self._threshold = metric, axis, ignored, threshold
         self._sum, self._count = 0.0, 0
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -49,8 +49,13 @@ class Measurement:
 
     def _right(self, output: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if target.dtype.kind not in "iu":
-            # Two classes, whose scores are logits.
-            return (output > 0) == (target > 0.5), np.ones(output.shape, np.bool_)
+            # Two classes, of which the output has the logits or the probabilities.
+            if not np.isin(target, (0, 1)).all() or output.shape != target.shape:
+                raise TrainingError(
+                    "accuracy needs labels, or a target of zeros and ones with the shape of the output: "
+                    f"{list(output.shape)} and {list(target.shape)}"
+                )
+            return (output > self._threshold) == (target == 1), np.ones(output.shape, np.bool_)
         axis = self._axis if self._axis is not None else 1 if output.ndim == target.ndim + 1 else None
         if axis is None or np.delete(output.shape, axis).tolist() != list(target.shape):
             raise TrainingError(

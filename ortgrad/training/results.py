@@ -32,7 +32,8 @@ class Result:
 
     `losses` has the loss of every step, `history` what was measured in every epoch; `parameters` and
     `elements` are the numbers of tensors and of elements that were trained. `model` is the trained
-    forward model, which `export` writes to a file.
+    forward model, which `export` writes to a file. It has the parameters that the trainer has now: if the
+    trainer goes on, they are those after the last step.
     """
 
     trainer: Trainer

@@ -31,6 +31,8 @@ class Place:
     # Of the epoch so far.
     loss: float = 0.0
     samples: int = 0
+    # What decides which batches these are: batch_size, shuffle, and the number of batches.
+    batches: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     best: float | None = None
     waited: int = 0

@@ -16,6 +16,11 @@ from ortgrad.training.linear_models import ML
 from ortgrad.training.onnxblock import graph as graphs
 
 _COPIES = ("Identity", "Cast")
+# Operators that keep all elements and their order, and others whose results are elements of their input, or
+# between two of them.
+_RESHAPES = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
+_CHOICES = ("Clip", "Dropout", "Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose")
+_PROBABILITIES = ("HardSigmoid", "Sigmoid", "Softmax")
 
 
 def output_of(model: onnx.ModelProto, output: str | None) -> str:
@@ -66,6 +71,9 @@ def scores_of(model: onnx.ModelProto, loss: str, source: str, axis: int | None) 
     refused: it would train, but badly.
     """
     producers = _producers(model)
+    if loss in ("cross-entropy", "bce"):
+        source, axis = _behind_reshapes(model, producers, loss, source, axis)
+        producers = _producers(model)
     node, name = _behind_copies(producers, source)
     if node is None:
         return source, axis
@@ -117,6 +125,72 @@ def scores_of(model: onnx.ModelProto, loss: str, source: str, axis: int | None) 
             "probabilities: name the scores as output=, or write the loss as a function of the output"
         )
     return source, axis
+
+
+def _behind_reshapes(
+    model: onnx.ModelProto, producers: Mapping[str, onnx.NodeProto], loss: str, source: str, axis: int | None
+) -> tuple[str, int | None]:
+    """Return scores where probabilities are reshaped: the same nodes are added behind the scores.
+
+    Raises an error where elements of probabilities are chosen, limited or moved.
+    """
+    chain = _chain(producers, source)
+    node = chain[-1] if chain else None
+    reshapes = [each for each in chain if each.op_type in (*_RESHAPES, *_CHOICES)]
+    if node is None or node.op_type not in _PROBABILITIES or not reshapes:
+        return source, axis
+    rank = len(_dims(model, source))
+    other = next((each for each in reshapes if each.op_type in _CHOICES), None)
+    kept = rank == 2 and _dims(model, source)[1:] == _class_sizes(model, node)
+    fits = node.op_type == "Sigmoid" if loss == "bce" else node.op_type == "Softmax" and kept
+    if other is not None or not fits:
+        through = " and ".join(dict.fromkeys(each.op_type for each in reversed(reshapes)))
+        raise TrainingModelError(
+            f"{source!r} has probabilities, of the {node.op_type} node {node.name!r} through {through}, and "
+            f"{loss} takes scores: name them as output= (they are computed from {node.input[0]!r}), or write "
+            "the loss as a function of the output"
+        )
+    scores = node.input[0]
+    for each in reversed(chain[:-1]):
+        copy = onnx.NodeProto()
+        copy.CopyFrom(each)
+        copy.name = graphs.generate_graph_name(model, each.op_type)
+        copy.input[0], copy.output[0] = scores, copy.name
+        model.graph.node.append(copy)
+        scores = copy.name
+    return scores, axis
+
+
+def _chain(producers: Mapping[str, onnx.NodeProto], name: str) -> list[onnx.NodeProto]:
+    """Return the nodes that copy, reshape or choose elements, from a value back to what computes them."""
+    chain: list[onnx.NodeProto] = []
+    while (node := producers.get(name)) is not None:
+        chain.append(node)
+        if node.op_type not in (*_COPIES, *_RESHAPES, *_CHOICES):
+            break
+        name = node.input[0]
+    return chain
+
+
+def _dims(model: onnx.ModelProto, name: str) -> list[int | str]:
+    try:
+        shape = graphs.find_value(model, name).type.tensor_type.shape
+    except NameNotFoundError:
+        return []
+    return [dim.dim_value or dim.dim_param for dim in shape.dim]
+
+
+def _class_sizes(model: onnx.ModelProto, node: onnx.NodeProto) -> list[int | str]:
+    """Return the size of the axis of a Softmax as a list of one element; an empty one if it is not known."""
+    dims = _dims(model, node.input[0])
+    own = next((int(a.i) for a in node.attribute if a.name == "axis"), -1)
+    return [dims[own]] if -len(dims) <= own < len(dims) and isinstance(dims[own], int) else []
+
+
+def is_probability(model: onnx.ModelProto, name: str) -> bool:
+    """Return whether a value has probabilities of two classes, not scores."""
+    chain = _chain(_producers(model), name)
+    return bool(chain) and chain[-1].op_type in _PROBABILITIES
 
 
 def _before_softmax(

@@ -16,6 +16,7 @@ from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FLOATS
 from ortgrad.keywords import checked, outside
 from ortgrad.training.linear_models import open_linear_models
+from ortgrad.training.lora_sites import adapter_names
 from ortgrad.training.optimizers.rules import AnyOptimizer
 from ortgrad.training.statistics import warn_of_merged
 
@@ -35,7 +36,8 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
     and for those in PyTorch, where the exporter has renamed a weight and the file tells its name. The full
     name of a floating-point initializer also stands for one that is no parameter by default. A pattern that
     matches nothing is an error. A ParameterWarning says which parameters the exporter has merged or changed,
-    and which a pattern for a module (`"encoder.*"`) does not match.
+    and which a pattern for a module (`"encoder.*"`) does not match. With LoRA adapters, the default is
+    these alone.
 
     >>> import onnx
     >>> from ortgrad.training import parameters
@@ -58,6 +60,9 @@ def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Pattern
     """Implement `parameters` without the warning about those that the exporter has changed."""
     proto = open_linear_models(proto)
     found = _default(proto)
+    if patterns is None:
+        # Weights that have adapters are frozen.
+        found = [name for pair in adapter_names(found).values() for name in pair] or found
     origins = read_origins(proto)
     if patterns is not None:
         others = {t.name for t in proto.graph.initializer if t.data_type in FLOATS} - set(found)
@@ -70,6 +75,11 @@ def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Pattern
         left = matching("exclude", _listed(exclude), found, origins)
         found = [name for name in found if name not in left]
     return list(dict.fromkeys(found))
+
+
+def all_parameters(proto: onnx.ModelProto) -> list[str]:
+    """Return the names of all parameters, also of those that are not trained by default."""
+    return _default(open_linear_models(proto))
 
 
 def matching(argument: str, patterns: Iterable[str], names: Sequence[str], origins: Origins) -> set[str]:

@@ -67,6 +67,26 @@ def untrained_normalizations(
     return untrained
 
 
+def normalization_of_vectors(model: onnx.ModelProto, untrained: Collection[str]) -> str:
+    """Return the output of a batch normalization that has one value per channel and sample; "" if none has.
+
+    With a single sample, its variance is 0, and so are its results. Those in `untrained` do not count.
+    """
+    values = {v.name: v.type.tensor_type for v in (*model.graph.input, *model.graph.value_info)}
+    batches = {v.type.tensor_type.shape.dim[0].dim_param for v in model.graph.input if _rank(v)}
+    for node in _normalizations(model):
+        dims = values[node.input[0]].shape.dim if node.input[0] in values else []
+        if node.output[0] in untrained or len(dims) < 2:
+            continue
+        if dims[0].dim_param in batches - {""} and all(dim.dim_value == 1 for dim in dims[2:]):
+            return node.output[0]
+    return ""
+
+
+def _rank(value: onnx.ValueInfoProto) -> int:
+    return len(value.type.tensor_type.shape.dim)
+
+
 def _dependent(model: onnx.ModelProto, names: set[str]) -> set[str]:
     """Return these values, and those that depend on them."""
     found = set(names)

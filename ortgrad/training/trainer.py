@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
+from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
 from ortgrad.progress import Progress
 from ortgrad.threads import call_elsewhere
 from ortgrad.training import checkpoint as checkpoints
+from ortgrad.training.arguments import check_count
 from ortgrad.training.data import NO_CLASS, Batch, limited, samples, source_of, targeted
 from ortgrad.training.engine import Engine, with_weights_outside
 from ortgrad.training.epochs import Run
@@ -28,7 +29,7 @@ from ortgrad.training.half_precision import in_single_precision
 from ortgrad.training.linear_models import linear_parameters, open_linear_models, why_none
 from ortgrad.training.losses import LOSSES, Declaration, Loss, check_options, target_name, with_loss
 from ortgrad.training.metrics import Measurement, Metric, check_metric
-from ortgrad.training.onnxblock.graph import exists
+from ortgrad.training.onnxblock.graph import exists, find_value
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.models import clip
 from ortgrad.training.optimizers.passes import thread_count, warm_up
@@ -36,8 +37,8 @@ from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimize
 from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
 from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
 from ortgrad.training.schedules import Schedule, make_schedule, needs_total
-from ortgrad.training.scores import are_numbers, classes_of, influencing, output_of
-from ortgrad.training.selection import Patterns, selected, settings_of
+from ortgrad.training.scores import are_numbers, classes_of, influencing, is_probability, output_of
+from ortgrad.training.selection import Patterns, all_parameters, selected, settings_of
 from ortgrad.training.state import TrainingState
 from ortgrad.training.statistics import separate_statistics, untrained_normalizations, warn_of_merged
 
@@ -120,11 +121,9 @@ class Trainer:
         for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
             if value is not None and not value > 0:
                 raise TrainingError(f"{name} is {value}; it must be positive")
-        if accumulate < 1 or seed < 0:
-            raise TrainingError(f"accumulate is {accumulate} and seed {seed}; they are at least 1 and 0")
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self.accumulate, self._seed = accumulate, seed
-        self._threads = thread_count(threads)
+        self.accumulate, self._seed = check_count("accumulate", accumulate, 1), check_count("seed", seed, 0)
+        self._threads = thread_count(check_count("threads", threads, 0))
         proto = load_model(model)
         names = selected(proto, wrt, exclude)
         if not names:
@@ -138,6 +137,7 @@ class Trainer:
         warn_of_merged(proto, names)
         # Functions are inlined, so that the weights in them can be set.
         self._source: ModelLike = base if proto.functions or added else model
+        self._version = _version_of(self._source)
         base = in_single_precision(open_linear_models(base))
         given = {"reduction": reduction, "weight": weight, "pos_weight": pos_weight, "delta": delta}
         given |= {"ignore_index": ignore_index, "axis": axis, "types": types}
@@ -150,13 +150,16 @@ class Trainer:
                 options["ignore_index"] = NO_CLASS
         made, name, self._output, scores, self._axis = _with_loss(base, loss, output, target, options)
         self._ignored = options.get("ignore_index")
+        self._sums = reduction == "sum"
+        # Whether the outputs from which an accuracy is computed are probabilities.
+        self._has_probabilities = is_probability(made, scores)
         if wrt is None:
             # Weight decay would change what has no gradient.
             reached = influencing(made, name)
             order = [each for each in order if each in reached]
             if not order:
                 raise TrainingModelError("the loss does not depend on any parameter of the model")
-        known = names if wrt is None and exclude is None else selected(proto)
+        known = all_parameters(proto)
         self._engine = Engine(
             made,
             order,
@@ -165,8 +168,12 @@ class Trainer:
             accumulates=accumulate > 1,
             threads=threads,
             untrained=untrained_normalizations(base, names, known, statistics),
+            compared=(scores, _compared(base, made, scores, types or {})),
         )
-        self._target = target or _target(loss, self._engine.inputs.names)
+        new = {value.name for value in made.graph.input} - {value.name for value in base.graph.input}
+        found = target or _target(loss, self._engine.inputs.names, new)
+        self._knows_target = found is not None
+        self._target = found or self._engine.inputs.names[-1]
         if loss == "bce" and self._target not in self._engine.inputs.columns:
             # Several columns are classes of their own, each of which a sample may have.
             classes = None
@@ -205,6 +212,14 @@ class Trainer:
         count, elements = len(arrays), sum(array.size for array in arrays.values())
         return f"{count} parameter{'s' if count != 1 else ''} with {elements:,} elements"
 
+    def _count(self, batch: Batch) -> int:
+        """Return the number of samples of a batch."""
+        return samples(batch, self._engine.inputs.names.index(self._target) if self._knows_target else None)
+
+    def _weight(self, batch: Batch) -> int:
+        """Return how often the loss of a batch counts in a sum over batches."""
+        return 1 if self._sums else self._count(batch)
+
     @property
     def input_names(self) -> list[str]:
         """What a batch consists of: the inputs of the model, and the target."""
@@ -231,24 +246,50 @@ class Trainer:
 
     def _factor(self, total: int | None) -> float:
         # A schedule that depends on the number of steps is refused where that is not known.
-        return self._schedule(self.steps - self._place.start, total or 0)
+        factor = self._schedule(self.steps - self._place.start, total or 0)
+        if not 0 <= factor < math.inf:
+            raise TrainingError(
+                f"the schedule returned {factor} for step {self.steps + 1}; it must return a factor of the "
+                "learning rate, a number that is not negative"
+            )
+        return factor
 
     def _gradients(self, batch: Batch, add: bool, where: str) -> float:
+        self._check_samples(self._count(batch), where)
         try:
             loss = self._engine.gradients(batch, add=add)
         except TrainingError as error:
             raise type(error)(f"{where}: {error}") from error
         if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} in step {self.steps + 1} ({where}); the parameters are as they were "
-                "before this step"
-            )
+            raise TrainingError(f"the loss is {loss} in step {self.steps + 1} ({where}); {_UNCHANGED}")
         return loss
+
+    def _check_samples(self, count: int, where: str) -> None:
+        name = self._engine.needs_samples
+        if count == 1 and name:
+            raise TrainingError(
+                f"{where} has one sample, and the batch normalization of {name!r} computes the mean and the "
+                "variance of a batch: choose a batch_size that leaves none over, or statistics='none'"
+            )
 
     def _update(self, count: int, factor: float, note: Callable[[], None] | None = None) -> None:
         """Make a step with the gradients there are, the sum of those of `count` batches, and note it."""
+        self._check_gradients()
         # On a thread that handles no signals: done as a whole or not at all.
         call_elsewhere(lambda: self._apply(count, factor, note))
+
+    def _check_gradients(self) -> None:
+        """Raise TrainingError if a gradient is not finite: of Sqrt at 0, for example."""
+        gradients = self.state.allocate_gradients()
+        if math.isfinite(kernels.norm(list(gradients.flats.values()), threads=self._threads)):
+            return
+        # The square of a large number in double precision may be infinite.
+        wrong = [name for name, array in gradients.arrays.items() if not np.isfinite(array).all()]
+        if wrong:
+            raise TrainingError(
+                f"the gradient of {wrong[0]!r} is not finite in step {self.steps + 1}, though the loss is; "
+                f"{_UNCHANGED}"
+            )
 
     def _apply(self, count: int, factor: float, note: Callable[[], None] | None) -> None:
         state, threads = self.state, self._threads
@@ -302,7 +343,8 @@ class Trainer:
 
         After each epoch, the loss and the `metric` of held-out data `evaluate` are computed: "accuracy",
         "mse", or a function of outputs and targets. The training stops if neither improves for `patience`
-        epochs: the metric "accuracy" must rise, others, functions too, must fall.
+        epochs: the metric "accuracy" must rise, others, functions too, must fall. The result then has the
+        parameters of the last epoch, not those of the best.
 
         `checkpoint` is a file that is written after every epoch, and every `checkpoint_every` steps. With
         `resume`, the training continues there if the file exists, and gives the same parameters, to the bit,
@@ -311,10 +353,16 @@ class Trainer:
         `progress` shows on stderr how much is trained, and a bar: always, never, or with None if it is a
         terminal. `curve` is a PNG file for the losses, which needs matplotlib.
         """
-        if epochs < 0 or (checkpoint_every is not None and checkpoint_every < 1):
-            raise TrainingError(f"epochs is {epochs} and checkpoint_every {checkpoint_every}")
+        check_count("epochs", epochs, 0)
+        check_count("batch_size", batch_size, 1)
+        numbers = {"steps_per_epoch": steps_per_epoch, "checkpoint_every": checkpoint_every}
+        for key, value in {**numbers, "patience": patience}.items():
+            if value is not None:
+                check_count(key, value, 1)
         if (resume or checkpoint_every) and checkpoint is None:
             raise TrainingError("resume and checkpoint_every need the file of a checkpoint")
+        if checkpoint is not None and self._is_source(Path(checkpoint)):
+            raise TrainingError(f"the checkpoint {str(checkpoint)!r} would overwrite the model")
         name = None if metric is None else check_metric(metric)
         if (metric is not None or patience is not None) and evaluate is None:
             raise TrainingError("a metric and patience need held-out data: evaluate=")
@@ -329,6 +377,8 @@ class Trainer:
                 f"{self._described} needs the number of all steps, and the data has no length: say how many "
                 "steps there are in an epoch, steps_per_epoch="
             )
+        if source.smallest is not None and epochs:
+            self._check_samples(source.smallest, "the last batch")
         if evaluate is not None:
             source_of(evaluate, inputs, batch_size, None, "the held-out data")
         if resume and checkpoint is not None and Path(checkpoint).exists():
@@ -336,24 +386,37 @@ class Trainer:
         else:
             self._place = Place(start=self.steps)
         run = Run(self, source, epochs, checkpoint, checkpoint_every)
-        stopped = False
+        run.check_place(source.settings)
+        # What was resumed may have stopped already.
+        stopped = patience is not None and self._place.waited >= patience
         with Progress(progress) as bar:
             bar.say(f"training {self.described}")
             while self._place.epoch < epochs and not stopped:
                 run.epoch(bar)
-                record = Epoch(self._place.loss / max(1, self._place.samples))
+                total, count = self._place.loss, self._place.samples
+                record = Epoch(total if self._sums else total / max(1, count))
                 if evaluate is not None:
                     record.eval_loss, record.metric = self.evaluate(evaluate, metric, batch_size=batch_size)
+                if patience is not None and not math.isfinite(_compared_value(record, metric)):
+                    raise TrainingError(
+                        f"epoch {self._place.epoch + 1}: patience cannot decide by a held-out loss of "
+                        f"{record.eval_loss} and a metric of {record.metric}"
+                    )
                 stopped = self._finish_epoch(record, metric, patience, run)
         result = self._result(stopped, name)
         if curve is not None:
             draw_curve(result, curve)
         return result
 
+    def _is_source(self, path: Path) -> bool:
+        """Return whether a file is the one from which the model was read."""
+        if not isinstance(self._source, (str, os.PathLike)):
+            return False
+        source = Path(self._source)
+        return path.exists() and source.exists() and path.samefile(source)
+
     def _batches(self, steps: int, count: int | None) -> int:
         """Return the number of batches of this many steps, of `count` if that is known."""
-        if steps < 1:
-            raise TrainingError(f"steps_per_epoch is {steps}; it must be at least 1")
         if count is None:
             return steps * self.accumulate
         if steps > math.ceil(count / self.accumulate):
@@ -367,10 +430,8 @@ class Trainer:
         """Note what was measured, write the checkpoint, and return whether to stop."""
         place = self._place
         best, waited = place.best, place.waited
-        value = record.metric if record.metric is not None else record.eval_loss
-        if value is not None:
-            # What is compared is better if it is smaller.
-            value = -value if metric == "accuracy" else value
+        if record.eval_loss is not None:
+            value = _compared_value(record, metric)
             better = best is None or value < best
             best, waited = (value, 0) if better else (best, waited + 1)
         self._place = replace(
@@ -403,28 +464,43 @@ class Trainer:
     def evaluate(
         self, data: Any, metric: Metric | None = None, *, batch_size: int = 32
     ) -> tuple[float, float | None]:
-        """Return the mean loss of data in evaluation mode, and the metric if one is given."""
+        """Return the loss of data in evaluation mode, and the metric if one is given.
+
+        The loss is the mean over all samples; with `reduction="sum"`, it is the sum.
+        """
         source = source_of(data, self._engine.inputs, batch_size, None, "the held-out data")
         measured = None
         if metric is not None:
             check_metric(metric)
-            measured = Measurement(metric, self._axis, self._ignored)
+            if not self._knows_target:
+                raise TrainingError(
+                    "a metric compares outputs with a target, and the model computes its loss itself: name "
+                    f"the input that has the target as target= ({', '.join(self.input_names)})"
+                )
+            threshold = 0.5 if self._has_probabilities else 0.0
+            measured = Measurement(metric, self._axis, self._ignored, threshold)
         total, count = 0.0, 0
         for number, batch in enumerate(source.begin(0, 0)):
             try:
                 loss, *outputs = self._engine.evaluate(batch)
             except TrainingError as error:
                 raise type(error)(f"batch {number} of the held-out data: {error}") from error
-            size = samples(batch)
+            size = self._weight(batch)
             total, count = total + float(loss.reshape(())) * size, count + size
             if measured is not None:
                 # The last ones are the scores, of which an output may have the probabilities.
                 output = outputs[-1 if metric == "accuracy" else 0]
                 measured.add(output, batch[self._engine.inputs.names.index(self._target)])
-        return total / max(1, count), None if measured is None else measured.value()
+        return total if self._sums else total / max(1, count), None if measured is None else measured.value()
 
     def export(self, path: str | os.PathLike[str] | None = None) -> onnx.ModelProto | None:
         """Return the trained forward model, or write it to a file."""
+        if _version_of(self._source) != self._version:
+            raise TrainingFileError(
+                0,
+                f"{self._source!r} was changed or removed since the Trainer read it: write the parameters "
+                "into another copy of the model, ortgrad.training.export(model, trainer)",
+            )
         return export(self._source, self.state, path)
 
     # Checkpoints
@@ -451,6 +527,44 @@ class Trainer:
 
         call_elsewhere(copy)
         self._engine.seed(self._seed, self.steps)
+
+
+def _compared_value(record: Epoch, metric: Metric | None) -> float:
+    """Return what was measured of held-out data as a number that is better if it is smaller."""
+    value = record.metric if record.metric is not None else record.eval_loss
+    assert value is not None
+    return -value if metric == "accuracy" else value
+
+
+# What is said after an error in a step.
+_UNCHANGED = "the parameters are as they were before this step"
+
+
+def _compared(
+    base: onnx.ModelProto, made: onnx.ModelProto, scores: str, types: Mapping[str, Declaration]
+) -> list[str]:
+    """Return the inputs that a loss has added with the type of the scores, and that it compares with them."""
+    old = {value.name for value in base.graph.input}
+    wanted = find_value(made, scores).type.tensor_type
+    return [
+        value.name
+        for value in made.graph.input
+        if value.name not in old
+        and value.name not in types
+        and value.type.tensor_type.elem_type == wanted.elem_type
+        and len(value.type.tensor_type.shape.dim) == len(wanted.shape.dim)
+    ]
+
+
+def _version_of(source: ModelLike) -> tuple[int, int] | None:
+    """Return what tells whether a file has changed; None if it is no file, or not there."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    try:
+        found = os.stat(source)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> AnyOptimizer:
@@ -494,6 +608,7 @@ def _with_loss(
     return made, name, output_of(model, output), scores, axis
 
 
-def _target(loss: Loss, inputs: Sequence[str]) -> str:
+def _target(loss: Loss, inputs: Sequence[str], added: Collection[str]) -> str | None:
+    """Return the input with the target; None if the model has computed its loss itself, from any of them."""
     usual = target_name(loss) if isinstance(loss, str) else "target"
-    return usual if usual in inputs else inputs[-1]
+    return usual if usual in inputs else next((name for name in inputs if name in added), None)
