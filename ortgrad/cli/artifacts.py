@@ -8,7 +8,7 @@ from pathlib import Path
 from ortgrad.cli.files import output_path
 from ortgrad.graph.loading import load_model
 from ortgrad.training.artifacts import LossType, OptimType, generate_artifacts
-from ortgrad.training.selection import selected
+from ortgrad.training.selection import all_parameters, selected
 from ortgrad.training.statistics import running_statistics, untrained_normalizations
 
 LOSSES = {
@@ -28,7 +28,7 @@ def command(arguments: argparse.Namespace) -> int:
         output_path(str(folder / (arguments.prefix + name)), arguments.model)
     model = load_model(arguments.model)
     trained = selected(model, arguments.wrt, arguments.exclude)
-    untrained = untrained_normalizations(model, trained, selected(model), arguments.statistics)
+    untrained = untrained_normalizations(model, trained, all_parameters(model), arguments.statistics)
     statistics = [name for name in running_statistics(model, untrained) if name not in trained]
     generate_artifacts(
         arguments.model,

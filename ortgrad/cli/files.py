@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -53,6 +54,13 @@ def output_path(name: str, *inputs: str | None) -> Path:
         if any(written.exists() and file.exists() and written.samefile(file) for file in read):
             raise ModelError(f"cannot write {str(written)!r}: the command reads it; name another file")
     return path
+
+
+def is_same_file(first: str, second: str) -> bool:
+    """Return whether two paths are, or would be, those of one file."""
+    if os.path.exists(first) and os.path.exists(second):
+        return os.path.samefile(first, second)
+    return os.path.realpath(first) == os.path.realpath(second)
 
 
 def _external(name: str) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ortgrad.cli.files import given_feeds, output_path
+from ortgrad.cli.files import given_feeds, is_same_file, output_path
 from ortgrad.errors import ModelError, TrainingError
 from ortgrad.training import Trainer
 from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer
@@ -19,9 +19,13 @@ def command(arguments: argparse.Namespace) -> int:
     path = output_path(arguments.output, arguments.model, arguments.data, arguments.eval)
     if arguments.resume and arguments.checkpoint is None:
         raise TrainingError("--resume needs --checkpoint")
+    written = [arguments.output]
     for name in (arguments.checkpoint, arguments.curve):
         if name is not None:
-            output_path(name, arguments.model, arguments.data, arguments.eval, arguments.output)
+            output_path(name, arguments.model, arguments.data, arguments.eval)
+            if any(is_same_file(name, other) for other in written):
+                raise ModelError(f"{name!r} would be written twice; name another file")
+            written.append(name)
     data, held_out = _data(arguments)
     trainer = Trainer(
         arguments.model,

@@ -21,13 +21,23 @@ def numpy_type(element: int) -> np.dtype:
     return np.dtype(helper.tensor_dtype_to_np_dtype(element))
 
 
+def has_native_order(value: Any) -> bool:
+    """Return whether a value is not an array with bytes in another order, which onnxruntime would misread."""
+    return not isinstance(value, np.ndarray) or value.dtype.isnative
+
+
+def native_order(value: Any) -> Any:
+    """Return an array with the bytes of its elements in the processor's order; other values as they are."""
+    return value if has_native_order(value) else value.astype(value.dtype.newbyteorder("="))
+
+
 def typed(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> Arrays:
     """Return the feeds for inputs of the model, floating-point ones in the declared element types."""
     found = {}
     for value in model.graph.input:
         element = value.type.tensor_type.elem_type
         if value.name in feeds:
-            array = feeds[value.name]
+            array = native_order(feeds[value.name])
             found[value.name] = np.asarray(array).astype(numpy_type(element)) if element in FLOATS else array
     return found
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from ortgrad.graph.feeds import native_order
+
 # For element types that NumPy does not know; no type is larger, but for complex numbers.
 _LARGEST = 8
 
@@ -22,6 +24,7 @@ class Binding(onnxruntime.IOBinding):  # type: ignore[misc]
         self.fed_bytes: int | None = 0
 
     def bind_cpu_input(self, name: str, arr_on_cpu: Any) -> None:
+        arr_on_cpu = native_order(arr_on_cpu)
         super().bind_cpu_input(name, arr_on_cpu)
         self._add(name, getattr(arr_on_cpu, "nbytes", None))
 

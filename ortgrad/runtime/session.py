@@ -12,6 +12,7 @@ import onnxruntime
 
 from ortgrad.errors import ModelError
 from ortgrad.fusion.kernel import is_fused
+from ortgrad.graph.feeds import has_native_order, native_order
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import all_nodes
@@ -198,6 +199,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         except AttributeError:
             # A list, a sequence or an OrtValue.
             size = sum(getattr(value, "nbytes", 0) for value in input_feed.values())
+        if not all(map(has_native_order, input_feed.values())):
+            input_feed = {name: native_order(value) for name, value in input_feed.items()}
         try:
             return self._monitor.run(super().run, (output_names, input_feed), run_options, size)
         except _OF_NAMES as error:

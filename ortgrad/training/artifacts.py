@@ -109,6 +109,7 @@ def generate_artifacts(
     if optimizer_block is not None and not trained:
         raise NoParametersError("an optimizer needs parameters; name them in requires_grad")
     folder = Path(os.fsdecode(artifact_directory) if artifact_directory is not None else Path.cwd())
+    _refuse_overwriting(model, folder, prefix)
     try:
         weights = load_weights(model, {*trained, *frozen})
     except ModelError as error:
@@ -163,6 +164,24 @@ class _Artifacts(onnxblock.TrainingBlock):
     def build(self, *names: str) -> tuple[str, ...]:
         output = self._loss(*names)
         return (*([output] if isinstance(output, str) else output), *self._extra)
+
+
+_FILES = (
+    "training_model.onnx",
+    "eval_model.onnx",
+    "optimizer_model.onnx",
+    "checkpoint",
+    "nominal_checkpoint",
+)
+
+
+def _refuse_overwriting(model: ModelLike, folder: Path, prefix: str) -> None:
+    """Raise TrainingError if one of the files to write is the model."""
+    if not isinstance(model, (str, os.PathLike)) or not Path(model).exists():
+        return
+    for path in (folder / f"{prefix}{name}" for name in _FILES):
+        if path.exists() and path.samefile(model):
+            raise TrainingError(f"{str(path)!r} would overwrite the model: choose another folder or prefix")
 
 
 def _loss_block(loss: LossType | onnxblock.Block | None) -> onnxblock.Block:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ortgrad.errors import ArgumentTypeError, TrainingError
+from ortgrad.graph.feeds import native_order
 from ortgrad.graph.matching import nearest
 from ortgrad.training.arguments import check_count
 
@@ -29,28 +30,23 @@ def as_array(value: Any, what: str) -> np.ndarray:
             f"{what} is a masked array: choose what stands for the masked elements, .filled()"
         )
     if isinstance(value, np.ndarray):
-        return _in_native_order(value)
+        return native_order(value)
     if getattr(value, "requires_grad", False):
         raise ArgumentTypeError(f"{what} is a tensor that requires a gradient: give its .detach()")
     try:
         if hasattr(value, "__dlpack_device__") and int(value.__dlpack_device__()[0]) not in _HOST:
             raise ValueError("it is not in main memory; copy it there, in PyTorch by .cpu()")
         if hasattr(value, "__array__"):
-            return _in_native_order(np.asarray(value))
+            return native_order(np.asarray(value))
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
         if isinstance(value, (list, tuple)) and value and all(map(is_array, value)):
             return np.stack([as_array(each, what) for each in value])
-        return _in_native_order(np.asarray(value))
+        return native_order(np.asarray(value))
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ArgumentTypeError(
             f"{what}, a {type(value).__name__}, cannot be read as an array: {error}"
         ) from error
-
-
-def _in_native_order(array: np.ndarray) -> np.ndarray:
-    """Return the array with the bytes of its elements in the order of the processor."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 # The kinds of devices of DLPack that are main memory: CPU, and memory pinned for CUDA or ROCm.
@@ -168,7 +164,17 @@ def source_of(data: Any, inputs: Inputs, batch_size: int, seed: int | None, what
         raise ArgumentTypeError(
             f"{what} is a {type(data).__name__}; it must be a tuple or a dict of arrays, or batches"
         )
+    if isinstance(data, tuple) and len(data) == len(inputs.names) and all(map(_has_numbers, data)):
+        raise ArgumentTypeError(f"{what} is a tuple of lists; make arrays of them, numpy.asarray(...)")
     return _from_batches(data, inputs, what)
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return whether a value is a list of numbers, or of lists of numbers."""
+    is_list = isinstance(value, list)
+    while isinstance(value, list) and value:
+        value = value[0]
+    return is_list and isinstance(value, (int, float))
 
 
 def _from_arrays(arrays: Batch, inputs: Inputs, batch_size: int, seed: int | None, what: str) -> Source:
@@ -193,16 +199,22 @@ def _from_arrays(arrays: Batch, inputs: Inputs, batch_size: int, seed: int | Non
 
 
 def _from_batches(data: Iterable[Any], inputs: Inputs, what: str) -> Source:
+    count = _length(data)
+
     def begin(epoch: int, first: int) -> Iterator[Batch]:
         number = -1
         for number, batch in enumerate(data):
+            if number == count:
+                raise TrainingError(f"{what} said that there are {count} batches, and there are more")
             if number >= first:
                 yield inputs.ordered(batch, f"batch {number} of {what}")
+        if count is not None and number + 1 != count:
+            raise TrainingError(f"{what} said that there are {count} batches, and there were {number + 1}")
         if number < 0:
             more = "; an iterator can be used once, a list or a DataLoader again" if epoch else ""
             raise TrainingError(f"there are no batches in {what}{more}")
 
-    return Source(_length(data), begin)
+    return Source(count, begin)
 
 
 def _length(data: Any) -> int | None:

@@ -118,6 +118,12 @@ class Engine:
     ) -> None:
         self.loss, self._accumulates, self._threads = loss, accumulates, threads
         frozen = running_statistics(model, untrained)
+        both = [name for name in trained if name in frozen]
+        if both:
+            raise TrainingModelError(
+                f"{both[0]!r} is a running statistic, which its batch normalization updates: leave it out of "
+                "wrt, or say statistics='none'"
+            )
         weights = load_weights(model, {*trained, *frozen})
         forward = with_inferred(weights.model)
         self._compared = _compared(forward, *compared)
@@ -130,7 +136,7 @@ class Engine:
         self.state = TrainingState(
             Checkpoint(
                 {name: weights.array(tensors[name]) for name in trained},
-                {name: weights.array(tensors[name]) for name in frozen if name not in trained},
+                {name: weights.array(tensors[name]) for name in frozen},
             )
         )
         training, self._evaluation = build_models(forward, values, trained, loss, untrained)
@@ -217,6 +223,16 @@ class Engine:
                 for array, old in zip(statistics, before, strict=True):
                     array[...] = old
         return loss
+
+    def check(self, batch: Batch, where: str) -> None:
+        """Raise TrainingError if a batch does not fit the model."""
+        if self._session is None:
+            self.seed(0)
+        assert self._session is not None
+        try:
+            self._session.check(batch)
+        except TrainingError as error:
+            raise type(error)(f"{where}: {error}") from error
 
     def _compare(self, batch: Batch, shape: np.ndarray | onnxruntime.OrtValue | None = None) -> None:
         """Raise TrainingError if the loss has broadcast a target."""

@@ -59,7 +59,7 @@ class Run:
         trainer = self._trainer
         first = trainer._place.batch
         losses: list[float] = []
-        weights: list[int] = []
+        weights: list[float] = []
         seen = 0
         for number, (batch, is_last) in enumerate(
             _with_last(self._source.begin(trainer._place.epoch, first)), first
@@ -76,7 +76,7 @@ class Run:
                 if self._every and not is_last and trainer.steps - self._saved >= self._every:
                     self.save()
 
-    def _step(self, done: int, losses: list[float], weights: list[int], seen: int) -> None:
+    def _step(self, done: int, losses: list[float], weights: list[float], seen: int) -> None:
         trainer, place = self._trainer, self._trainer._place
 
         def note() -> None:

@@ -9,6 +9,7 @@ import onnx
 from onnx import helper
 
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, subgraphs
+from ortgrad.operators.declaration import DOMAIN
 
 # Before this opset, Dropout and BatchNormalization have an attribute `is_test`.
 _FIRST_WITHOUT_IS_TEST = 7
@@ -60,6 +61,10 @@ def _evaluate(
     read |= {v.name for node in all_nodes(nodes) for graph in subgraphs(node) for v in graph.output}
     after: dict[int, list[onnx.NodeProto]] = {}
     for place, node in enumerate(nodes):
+        if (node.domain, node.op_type) == (DOMAIN, "BitmaskDropout"):
+            if len(node.input) > 2 and node.input[2] not in modes and only is None:
+                del node.input[2:]
+            continue
         if node.domain not in ("", "ai.onnx") or node.op_type not in ("Dropout", "BatchNormalization"):
             continue
         if only is not None and node.output[0] not in only:

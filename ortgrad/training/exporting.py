@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 
 from ortgrad.errors import ArgumentTypeError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
@@ -17,6 +18,7 @@ from ortgrad.graph.protos import all_graphs, copy_of
 from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
 from ortgrad.training.checkpoint.state import Checkpoint, as_bytes, element_type
+from ortgrad.training.data import as_array
 from ortgrad.training.evaluation import for_inference
 from ortgrad.training.half_precision import HALVES, in_half_precision
 from ortgrad.training.inference import EXTERNAL_FROM, save_with_initializers
@@ -91,8 +93,12 @@ def arrays_of(state: Any) -> dict[str, np.ndarray]:
         return {**state.trainable, **state.frozen}
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(f"a {type(state).__name__} is neither a model nor the state of a training")
-    # An OrtValue or a tensor of another library has a method of this name.
-    return {name: np.asarray(v.numpy() if hasattr(v, "numpy") else v) for name, v in state.items()}
+    return {
+        name: value.numpy()
+        if isinstance(value, onnxruntime.OrtValue)
+        else as_array(value, f"parameter {name!r}")
+        for name, value in state.items()
+    }
 
 
 def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:

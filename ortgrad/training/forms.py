@@ -24,7 +24,7 @@ def in_training(source: onnx.ModelProto, untrained: Collection[str] = ()) -> onn
     """Return a copy of the model in which BatchNormalization and Dropout are in training mode.
 
     The running statistics of each BatchNormalization of the main graph become outputs of the graph. Those
-    with an output in `untrained` are in evaluation mode instead.
+    with an output in `untrained`, and those in subgraphs, are in evaluation mode instead.
     """
     evaluated = in_evaluation(source, only=untrained) if untrained else source
     model = inline(read(evaluated), lambda function: not is_body(function))
@@ -37,9 +37,12 @@ def in_training(source: onnx.ModelProto, untrained: Collection[str] = ()) -> onn
         if node.op_type == "Dropout":
             _switch_on(node, names)
         elif node.op_type == "BatchNormalization" and node.outputs[0].name not in untrained:
-            node.attributes.add(ir.AttrInt64("training_mode", 1))
+            # Nothing returns the statistics of those in branches and loops.
+            node.attributes.add(ir.AttrInt64("training_mode", int(node.graph is graph)))
             if node.graph is graph:
                 _return_statistics(graph, node, names, latest)
+            else:
+                node.resize_outputs(1)
     return write(model, source)
 
 

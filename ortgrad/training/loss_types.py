@@ -53,7 +53,7 @@ def suggest_types(
         elif array.dtype.kind == "b":
             found[name] = (np.bool_, dims)
         elif array.dtype.kind == "f" and array.ndim != len(wanted.shape.dim) and wanted.elem_type in FLOATS:
-            if _is_the_same(name, array, wanted):
+            if name == new[0] and _is_the_same(name, array, wanted):
                 continue
             found[name] = (np.float64 if wanted.elem_type == onnx.TensorProto.DOUBLE else np.float32, dims)
     return data, Suggested(found, types) if found else types
@@ -68,7 +68,8 @@ def _is_the_same(name: str, array: np.ndarray, wanted: onnx.TypeProto.Tensor) ->
     if not wanted.HasField("shape"):
         return False
     dims = [dim.dim_value or dim.dim_param for dim in wanted.shape.dim]
-    if len([size for size in array.shape if size != 1]) != len([size for size in dims if size != 1]):
+    own = [size for size in array.shape if size != 1]
+    if own and len(own) != len([size for size in dims if size != 1]):
         return False
     if array.ndim == 1 and len(dims) == 2 and dims[1] == 1:
         return True

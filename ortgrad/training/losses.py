@@ -101,7 +101,7 @@ def with_loss(
     if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
         near = nearest(str(loss), [*LOSSES, *(value.name for value in load_model(model).graph.output)])
         raise TrainingError(
-            f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, a function or a block{near}"
+            f"loss={loss!r} is not a loss: it must be one of {', '.join(LOSSES)}, a function or a block{near}"
         )
     options = {key: value for key, value in given.items() if value is not None}
     check_options(loss, options)
@@ -282,7 +282,15 @@ def _recorded(
     booleans: whichever the operators that read them take.
     """
     fixed = types.given if isinstance(types, Suggested) else types
-    new = [each for each in new_inputs(proto, loss, target) if each not in fixed]
+    new = new_inputs(proto, loss, target)
+    unknown = [each for each in fixed if each not in new]
+    if unknown:
+        known = ", ".join(new) or "it has none"
+        raise TrainingError(
+            f"types declares {unknown[0]!r}, which is not a new input of the loss ({known})"
+            f"{nearest(unknown[0], new)}"
+        )
+    new = [each for each in new if each not in fixed]
     attempts = [dict(types)] if isinstance(types, Suggested) else []
     for kinds in sorted(itertools.product((None, np.int64, np.bool_), repeat=len(new)), key=_others):
         chosen = {each: (kind, None) for each, kind in zip(new, kinds, strict=True) if kind is not None}

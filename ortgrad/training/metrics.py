@@ -29,7 +29,17 @@ def check_metric(metric: object) -> str:
 class Measurement:
     """Adds up a metric over batches; a function gets all outputs and targets at once."""
 
-    def __init__(self, metric: Metric, axis: int | None, ignored: int | None, threshold: float = 0.0) -> None:
+    # `several` says that every column of the output is a class of its own.
+    def __init__(
+        self,
+        metric: Metric,
+        axis: int | None,
+        ignored: int | None,
+        *,
+        threshold: float = 0.0,
+        several: bool = False,
+    ) -> None:
+        self._several = several
         self._metric, self._axis, self._ignored, self._threshold = metric, axis, ignored, threshold
         self._sum, self._count = 0.0, 0
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -41,6 +51,11 @@ class Measurement:
             self._sum += float(np.count_nonzero(right & counted))
             self._count += int(np.count_nonzero(counted))
         elif self._metric == "mse":
+            if output.shape != target.shape:
+                raise TrainingError(
+                    f"the metric mse needs outputs and targets of one shape: {list(output.shape)} and "
+                    f"{list(target.shape)}"
+                )
             difference = output.astype(np.float64) - target
             self._sum += float(np.square(difference).sum())
             self._count += difference.size
@@ -50,9 +65,10 @@ class Measurement:
     def _right(self, output: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if target.dtype.kind not in "iu":
             # Two classes, of which the output has the logits or the probabilities.
-            if not np.isin(target, (0, 1)).all() or output.shape != target.shape:
+            several = output.ndim > 1 and output.shape[1] > 1 and not self._several
+            if not np.isin(target, (0, 1)).all() or output.shape != target.shape or several:
                 raise TrainingError(
-                    "accuracy needs labels, or a target of zeros and ones with the shape of the output: "
+                    "accuracy needs labels, or zeros and ones for one column (with bce, for each one): "
                     f"{list(output.shape)} and {list(target.shape)}"
                 )
             return (output > self._threshold) == (target == 1), np.ones(output.shape, np.bool_)

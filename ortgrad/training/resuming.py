@@ -30,7 +30,7 @@ class Place:
     batch: int = 0
     # Of the epoch so far.
     loss: float = 0.0
-    samples: int = 0
+    samples: float = 0
     # What decides which batches these are: batch_size, shuffle, and the number of batches.
     batches: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0

@@ -72,6 +72,7 @@ def scores_of(model: onnx.ModelProto, loss: str, source: str, axis: int | None) 
     """
     producers = _producers(model)
     if loss in ("cross-entropy", "bce"):
+        _refuse_computed_probabilities(model, producers, source)
         source, axis = _behind_reshapes(model, producers, loss, source, axis)
         producers = _producers(model)
     node, name = _behind_copies(producers, source)
@@ -125,6 +126,43 @@ def scores_of(model: onnx.ModelProto, loss: str, source: str, axis: int | None) 
             "probabilities: name the scores as output=, or write the loss as a function of the output"
         )
     return source, axis
+
+
+def _refuse_computed_probabilities(
+    model: onnx.ModelProto, producers: Mapping[str, onnx.NodeProto], source: str
+) -> None:
+    """Raise TrainingModelError for probabilities that are not the result of a Softmax or Sigmoid node."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    constants |= {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
+    chain = _chain(producers, source)
+    node = chain[-1] if chain else None
+    if node is None or not node.input or node.domain not in ("", "ai.onnx"):
+        return
+    first, *others = (_chain(producers, name)[-1:] for name in node.input)
+    inner = first[0].op_type if first else ""
+    if node.op_type == "Exp":
+        found = inner == "LogSoftmax"
+    elif node.op_type == "Div":
+        total = others[0][0] if others and others[0] else None
+        found = inner == "Exp" and total is not None and total.op_type == "ReduceSum"
+        found = found and total is not None and total.input[0] == node.input[0]
+    else:
+        # Moved or scaled by a constant, which smooths them.
+        factors = [name for name in node.input if name not in constants]
+        chosen = _chain(producers, factors[0])[-1:] if len(factors) == 1 else []
+        found = node.op_type in ("Add", "Sub", "Mul", "Div", "Max", "Min") and bool(chosen)
+        found = found and chosen[0].op_type in _PROBABILITIES and not _is_bias(model, node)
+    if found:
+        raise TrainingModelError(
+            f"{source!r} seems to have probabilities, computed by the {node.op_type} node {node.name!r}, and "
+            "the loss takes scores: name these as output=, or write the loss as a function"
+        )
+
+
+def _is_bias(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    """Return whether a node adds or multiplies by a constant of several elements, as layers do."""
+    sizes = {t.name: int(np.prod(t.dims)) for t in model.graph.initializer}
+    return any(sizes.get(name, 1) > 1 for name in node.input)
 
 
 def _behind_reshapes(
@@ -188,9 +226,9 @@ def _class_sizes(model: onnx.ModelProto, node: onnx.NodeProto) -> list[int | str
 
 
 def is_probability(model: onnx.ModelProto, name: str) -> bool:
-    """Return whether a value has probabilities of two classes, not scores."""
+    """Return whether a value has probabilities of two classes each, not scores."""
     chain = _chain(_producers(model), name)
-    return bool(chain) and chain[-1].op_type in _PROBABILITIES
+    return bool(chain) and chain[-1].op_type in ("HardSigmoid", "Sigmoid")
 
 
 def _before_softmax(

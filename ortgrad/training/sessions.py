@@ -20,6 +20,7 @@ from ortgrad.errors import (
     TrainingError,
     TrainingModelError,
 )
+from ortgrad.graph.feeds import native_order
 from ortgrad.graph.loading import load_model, one_line, onnxruntime_errors
 from ortgrad.runtime.session import InferenceSession
 from ortgrad.training.buffers import as_ort_value
@@ -227,7 +228,7 @@ def _as_training_error() -> Iterator[None]:
 
 def _tensor(value: np.ndarray | onnxruntime.OrtValue) -> onnxruntime.OrtValue:
     if isinstance(value, np.ndarray):
-        return as_ort_value(np.ascontiguousarray(value).reshape(value.shape))
+        return as_ort_value(np.ascontiguousarray(native_order(value)).reshape(value.shape))
     return value
 
 

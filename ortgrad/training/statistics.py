@@ -49,6 +49,15 @@ def untrained_normalizations(
         for node in all_nodes(model.graph.node)
         if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
     ]
+    main = {node.output[0] for node in model.graph.node}
+    inner = [node.output[0] for node in nodes if node.output[0] not in main]
+    if inner and statistics != "none":
+        warnings.warn(
+            f"the batch normalizations of {', '.join(map(repr, inner[:4]))} are in branches or loops: their "
+            "statistics stay as they are, and they compute what they do in inference",
+            ParameterWarning,
+            stacklevel=outside(),
+        )
     if statistics == "all":
         return set()
     if statistics == "none":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,10 @@ class Trainer:
                 options["ignore_index"] = NO_CLASS
         made, name, self._output, scores, self._axis = _with_loss(base, loss, output, target, options)
         self._ignored = options.get("ignore_index")
-        self._sums = reduction == "sum"
+        self._sums, self._is_mean = reduction == "sum", isinstance(loss, str) and loss in LOSSES
+        is_weighted = loss == "cross-entropy" and weight is not None
+        self._class_weights = np.asarray(weight, np.float64) if is_weighted else None
+        self._is_binary = loss == "bce"
         # Whether the outputs from which an accuracy is computed are probabilities.
         self._has_probabilities = is_probability(made, scores)
         if wrt is None:
@@ -159,6 +163,11 @@ class Trainer:
             order = [each for each in order if each in reached]
             if not order:
                 raise TrainingModelError("the loss does not depend on any parameter of the model")
+        constants = {tensor.name for tensor in made.graph.initializer}
+        fed = [value.name for value in made.graph.input if value.name not in constants]
+        new = {*fed} - {value.name for value in base.graph.input}
+        found = target or _target(loss, fed, new)
+        is_compared = found is not None and found in new and _is_like(made, found, scores, types)
         known = all_parameters(proto)
         self._engine = Engine(
             made,
@@ -168,10 +177,8 @@ class Trainer:
             accumulates=accumulate > 1,
             threads=threads,
             untrained=untrained_normalizations(base, names, known, statistics),
-            compared=(scores, _compared(base, made, scores, types or {})),
+            compared=(scores, [found] if found is not None and is_compared else []),
         )
-        new = {value.name for value in made.graph.input} - {value.name for value in base.graph.input}
-        found = target or _target(loss, self._engine.inputs.names, new)
         self._knows_target = found is not None
         self._target = found or self._engine.inputs.names[-1]
         if loss == "bce" and self._target not in self._engine.inputs.columns:
@@ -216,9 +223,19 @@ class Trainer:
         """Return the number of samples of a batch."""
         return samples(batch, self._engine.inputs.names.index(self._target) if self._knows_target else None)
 
-    def _weight(self, batch: Batch) -> int:
-        """Return how often the loss of a batch counts in a sum over batches."""
-        return 1 if self._sums else self._count(batch)
+    def _weight(self, batch: Batch) -> float:
+        """Return of how many elements the loss of a batch is the mean, or the sum of their weights.
+
+        Where that is not known, it is the number of samples.
+        """
+        if self._sums:
+            return 1
+        if not self._is_mean:
+            return self._count(batch)
+        target = batch[self._engine.inputs.names.index(self._target)]
+        if self._ignored is not None:
+            target = target[target != self._ignored]
+        return target.size if self._class_weights is None else float(self._class_weights[target].sum())
 
     @property
     def input_names(self) -> list[str]:
@@ -235,8 +252,10 @@ class Trainer:
         """
         if total is None and self._needs_total:
             raise TrainingError(f"{self._described} needs the number of all steps: step(batch, total=...)")
-        if not batches or (len(batches) > 1 and self.accumulate == 1):
-            raise TrainingError("a step takes one batch, or up to `accumulate` of them")
+        if not 0 < len(batches) <= self.accumulate:
+            raise TrainingError(
+                f"a step takes one batch, or up to accumulate={self.accumulate} of them, not {len(batches)}"
+            )
         losses = []
         for i, batch in enumerate(batches):
             arrays = self._engine.inputs.ordered(batch, "the batch")
@@ -247,7 +266,7 @@ class Trainer:
     def _factor(self, total: int | None) -> float:
         # A schedule that depends on the number of steps is refused where that is not known.
         factor = self._schedule(self.steps - self._place.start, total or 0)
-        if not 0 <= factor < math.inf:
+        if not isinstance(factor, numbers.Real) or not 0 <= factor < math.inf:
             raise TrainingError(
                 f"the schedule returned {factor} for step {self.steps + 1}; it must return a factor of the "
                 "learning rate, a number that is not negative"
@@ -261,6 +280,8 @@ class Trainer:
         except TrainingError as error:
             raise type(error)(f"{where}: {error}") from error
         if not math.isfinite(loss):
+            if not self._weight(batch):
+                raise TrainingError(f"{where}: no label of the batch counts, so that it has no mean loss")
             raise TrainingError(f"the loss is {loss} in step {self.steps + 1} ({where}); {_UNCHANGED}")
         return loss
 
@@ -325,6 +346,7 @@ class Trainer:
         evaluate: Any = None,
         metric: Metric | None = None,
         patience: int | None = None,
+        maximize: bool | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         resume: bool = False,
@@ -342,9 +364,9 @@ class Trainer:
         the two.
 
         After each epoch, the loss and the `metric` of held-out data `evaluate` are computed: "accuracy",
-        "mse", or a function of outputs and targets. The training stops if neither improves for `patience`
-        epochs: the metric "accuracy" must rise, others, functions too, must fall. The result then has the
-        parameters of the last epoch, not those of the best.
+        "mse", or a function of outputs and targets. The training stops if the metric, or else the loss, has
+        not improved for `patience` epochs; `maximize` says of a function whether it is to rise or to fall.
+        The result then has the parameters of the last epoch, not those of the best.
 
         `checkpoint` is a file that is written after every epoch, and every `checkpoint_every` steps. With
         `resume`, the training continues there if the file exists, and gives the same parameters, to the bit,
@@ -366,6 +388,11 @@ class Trainer:
         name = None if metric is None else check_metric(metric)
         if (metric is not None or patience is not None) and evaluate is None:
             raise TrainingError("a metric and patience need held-out data: evaluate=")
+        rises = maximize if callable(metric) else metric == "accuracy"
+        if rises is None and patience is not None:
+            raise TrainingError(f"patience needs to know whether {name} is to rise or to fall: maximize=")
+        if maximize is not None and not callable(metric):
+            raise TrainingError("maximize is for a metric that is a function")
         if curve is not None:
             import_figure()
         inputs = self._engine.inputs
@@ -380,7 +407,7 @@ class Trainer:
         if source.smallest is not None and epochs:
             self._check_samples(source.smallest, "the last batch")
         if evaluate is not None:
-            source_of(evaluate, inputs, batch_size, None, "the held-out data")
+            self._check_held_out(evaluate, batch_size, epochs)
         if resume and checkpoint is not None and Path(checkpoint).exists():
             self.load(checkpoint)
         else:
@@ -394,19 +421,33 @@ class Trainer:
             while self._place.epoch < epochs and not stopped:
                 run.epoch(bar)
                 total, count = self._place.loss, self._place.samples
-                record = Epoch(total if self._sums else total / max(1, count))
+                record = Epoch(total if self._sums or not count else total / count)
                 if evaluate is not None:
                     record.eval_loss, record.metric = self.evaluate(evaluate, metric, batch_size=batch_size)
-                if patience is not None and not math.isfinite(_compared_value(record, metric)):
+                if patience is not None and not math.isfinite(_compared_value(record)):
                     raise TrainingError(
                         f"epoch {self._place.epoch + 1}: patience cannot decide by a held-out loss of "
                         f"{record.eval_loss} and a metric of {record.metric}"
                     )
-                stopped = self._finish_epoch(record, metric, patience, run)
+                stopped = self._finish_epoch(record, bool(rises), patience, run)
         result = self._result(stopped, name)
         if curve is not None:
             draw_curve(result, curve)
         return result
+
+    def _check_held_out(self, data: Any, batch_size: int, epochs: int) -> None:
+        """Raise an error for held-out data that cannot be used, before the first step."""
+        what = "the held-out data"
+        source = source_of(data, self._engine.inputs, batch_size, None, what)
+        if isinstance(data, Iterator):
+            if epochs > 1:
+                raise TrainingError(
+                    f"{what} is an iterator, which can be used once, for {epochs} epochs: give a list"
+                )
+            return
+        for batch in source.begin(0, 0):
+            self._engine.check(batch, "batch 0 of the held-out data")
+            break
 
     def _is_source(self, path: Path) -> bool:
         """Return whether a file is the one from which the model was read."""
@@ -426,12 +467,12 @@ class Trainer:
             )
         return min(steps * self.accumulate, count)
 
-    def _finish_epoch(self, record: Epoch, metric: Metric | None, patience: int | None, run: Run) -> bool:
+    def _finish_epoch(self, record: Epoch, rises: bool, patience: int | None, run: Run) -> bool:
         """Note what was measured, write the checkpoint, and return whether to stop."""
         place = self._place
         best, waited = place.best, place.waited
         if record.eval_loss is not None:
-            value = _compared_value(record, metric)
+            value = -_compared_value(record) if rises else _compared_value(record)
             better = best is None or value < best
             best, waited = (value, 0) if better else (best, waited + 1)
         self._place = replace(
@@ -478,20 +519,30 @@ class Trainer:
                     f"the input that has the target as target= ({', '.join(self.input_names)})"
                 )
             threshold = 0.5 if self._has_probabilities else 0.0
-            measured = Measurement(metric, self._axis, self._ignored, threshold)
-        total, count = 0.0, 0
+            measured = Measurement(
+                metric,
+                self._axis,
+                self._ignored,
+                threshold=threshold,
+                several=self._is_binary or self._has_probabilities,
+            )
+        total, count = 0.0, 0.0
         for number, batch in enumerate(source.begin(0, 0)):
             try:
                 loss, *outputs = self._engine.evaluate(batch)
             except TrainingError as error:
                 raise type(error)(f"batch {number} of the held-out data: {error}") from error
             size = self._weight(batch)
-            total, count = total + float(loss.reshape(())) * size, count + size
+            if size:
+                total, count = total + float(loss.reshape(())) * size, count + size
             if measured is not None:
                 # The last ones are the scores, of which an output may have the probabilities.
                 output = outputs[-1 if metric == "accuracy" else 0]
                 measured.add(output, batch[self._engine.inputs.names.index(self._target)])
-        return total if self._sums else total / max(1, count), None if measured is None else measured.value()
+        return (
+            total if self._sums or not count else total / count,
+            None if measured is None else measured.value(),
+        )
 
     def export(self, path: str | os.PathLike[str] | None = None) -> onnx.ModelProto | None:
         """Return the trained forward model, or write it to a file."""
@@ -529,31 +580,25 @@ class Trainer:
         self._engine.seed(self._seed, self.steps)
 
 
-def _compared_value(record: Epoch, metric: Metric | None) -> float:
-    """Return what was measured of held-out data as a number that is better if it is smaller."""
+def _compared_value(record: Epoch) -> float:
+    """Return the metric of held-out data, or else the loss."""
     value = record.metric if record.metric is not None else record.eval_loss
     assert value is not None
-    return -value if metric == "accuracy" else value
+    return value
 
 
 # What is said after an error in a step.
 _UNCHANGED = "the parameters are as they were before this step"
 
 
-def _compared(
-    base: onnx.ModelProto, made: onnx.ModelProto, scores: str, types: Mapping[str, Declaration]
-) -> list[str]:
-    """Return the inputs that a loss has added with the type of the scores, and that it compares with them."""
-    old = {value.name for value in base.graph.input}
-    wanted = find_value(made, scores).type.tensor_type
-    return [
-        value.name
-        for value in made.graph.input
-        if value.name not in old
-        and value.name not in types
-        and value.type.tensor_type.elem_type == wanted.elem_type
-        and len(value.type.tensor_type.shape.dim) == len(wanted.shape.dim)
-    ]
+def _is_like(
+    model: onnx.ModelProto, target: str, scores: str, types: Mapping[str, Declaration] | None
+) -> bool:
+    """Return whether a loss has added a target with the type of the scores, to compare the two."""
+    if types is not None and target in types:
+        return False
+    kind, wanted = (find_value(model, name).type.tensor_type for name in (target, scores))
+    return kind.elem_type == wanted.elem_type and len(kind.shape.dim) == len(wanted.shape.dim)
 
 
 def _version_of(source: ModelLike) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ortgrad.errors import TrainingError
+from ortgrad.errors import ArgumentTypeError, TrainingError
 from ortgrad.keywords import checked
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import Pass
@@ -33,6 +33,8 @@ class Optimizer(ABC):
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if not isinstance(value, (int, float, np.number)):
+                raise ArgumentTypeError(f"{field.name} is {value!r}; it must be a number")
             if not isinstance(value, bool) and not (math.isfinite(value) and value >= 0):
                 raise TrainingError(f"{field.name} is {value}; it must be a number that is not negative")
 
@@ -158,6 +160,7 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _below_one("momentum", self.momentum)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise TrainingError("nesterov=True needs a momentum, and no dampening")
 
@@ -206,6 +209,7 @@ class RMSprop(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _below_one("alpha", self.alpha)
+        _below_one("momentum", self.momentum)
 
     @property
     def momentums(self) -> Sequence[str]:
