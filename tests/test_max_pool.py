@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from support import needs_numba
 from test_malformed_calls import Case
 
 import ortgrad
+from ortgrad.graph.loading import onnxruntime_errors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.max_pool import max_pool_with_indices
 from ortgrad.pipelines.prepare import prepare_loaded
@@ -168,6 +170,33 @@ def test_what_is_left_to_onnxruntime() -> None:
         assert operator_of(make_model((shape, attributes), "float32"), way) == ("", "MaxPool")
     for more in ({"dilations": [2, 1]}, {"storage_order": 1}, {"auto_pad": "SAME_UPPER", "strides": [5, 1]}):
         assert operator_of(make_model((shape, {**attributes, **more}), "float32")) == ("", "MaxPool")
+
+
+@pytest.mark.parametrize("auto_pad", ["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"])
+@pytest.mark.parametrize("ceil_mode", [0, 1])
+def test_windows_are_those_of_onnxruntime(auto_pad: str, ceil_mode: int) -> None:
+    """Along one dimension, with all small sizes: the same result as onnxruntime's, or refused as there."""
+    fixed = {"auto_pad": auto_pad, "ceil_mode": ceil_mode}
+    padding = itertools.product(range(3), repeat=2) if auto_pad == "NOTSET" else [(0, 0)]
+    counts = {"equal": 0, "refused": 0}
+    for pads, size, kernel, stride in itertools.product(padding, range(1, 6), range(1, 4), range(1, 4)):
+        if auto_pad.startswith("SAME") and stride > kernel:
+            continue  # onnxruntime crops X, and this operator is not used
+        attributes = {**fixed, "kernel_shape": [kernel], "strides": [stride]}
+        attributes |= {"pads": list(pads)} if auto_pad == "NOTSET" else {}
+        x = np.random.default_rng(size).standard_normal((1, 2, size), dtype=np.float32)
+        try:
+            expected = onnxruntime_pool(([*x.shape], attributes), x)
+        except onnxruntime_errors():
+            with pytest.raises(ValueError):
+                max_pool_with_indices(x, **attributes)
+            counts["refused"] += 1
+            continue
+        for actual, right in zip(max_pool_with_indices(x, **attributes), expected, strict=True):
+            np.testing.assert_array_equal(actual, right, err_msg=str(attributes))
+        counts["equal"] += 1
+    assert counts["equal"] >= 30
+    assert counts["refused"] > 0 or auto_pad.startswith("SAME")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "onnx"])

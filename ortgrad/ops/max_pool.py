@@ -32,11 +32,22 @@ def _shapes(x: Operand, **attributes: Any) -> Sequence[Shape | None]:
 
 
 def _windows(
-    sizes: Sequence[int], *, kernel_shape: list[int] | None, ceil_mode: int, **attributes: Any
+    sizes: Sequence[int],
+    *,
+    kernel_shape: list[int] | None,
+    ceil_mode: int,
+    pads: list[int] | None = None,
+    auto_pad: str = "NOTSET",
+    **attributes: Any,
 ) -> Windows:
     if not kernel_shape:
         raise ValueError("kernel_shape is missing")
-    return windows(sizes, kernel_shape, ceil_mode=bool(ceil_mode), pool=True, **attributes)
+    if auto_pad == "NOTSET" and any(p >= k for p, k in zip(pads or (), kernel_shape * 2, strict=False)):
+        raise ValueError(
+            f"the pads {pads} are as large as the windows {kernel_shape}: some would hold nothing of X"
+        )
+    given = {"pads": pads, "auto_pad": auto_pad, **attributes}
+    return windows(sizes, kernel_shape, ceil_mode=bool(ceil_mode), pool=True, **given)
 
 
 def _dims(*, kernel_shape: list[int] | None, **_: Any) -> dict[str, str]:
