@@ -5,6 +5,8 @@ python docs/generate.py
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 from ortgrad.autodiff.definitions import all_definitions, all_reasons, retired_operators
@@ -16,7 +18,7 @@ from ortgrad.operators.declaration import Attribute, Operator, all_operators
 ROOT = Path(__file__).resolve().parents[1]
 
 # Operators of ONNX with floating-point inputs and outputs that have no rule, no body and are no stop.
-MAPS = "its input or output is a map, which has no gradient; take the tensor before it, or behind it"
+MAPS = "its input or output is a map, which has no gradient; use the tensor before or after it"
 NOT_DIFFERENTIATED = {
     "ai.onnx.ml::CastMap": MAPS,
     "ai.onnx.ml::DictVectorizer": MAPS,
@@ -78,7 +80,10 @@ def operator_table() -> str:
         "",
         "## Gradient operators",
         "",
-        'A question mark means optional. The column `auto` is the measured choice of `kernels="auto"`.',
+        *_wrapped(
+            "A question mark marks an optional input or output. The column `auto` is what "
+            '`kernels="auto"` runs if no compiled kernel is used: whichever was measured to be faster.'
+        ),
         "",
         "| operator | builder | inputs | outputs | attributes | auto | formula |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -98,11 +103,11 @@ def operator_table() -> str:
         "",
         "## Other operators of onnxruntime-training, and optimizers",
         "",
-        "`prepare` replaces these by standard ONNX operators.",
+        "`prepare` replaces these operators with standard ONNX operators.",
         "",
-        ", ".join(f"`{name}`" for name in training_operators()),
+        *_wrapped(_names(training_operators(), ", ")),
         "",
-        ", ".join(f"`{_qualified(*key)}`" for key in optimizers()),
+        *_wrapped(_names((_qualified(*key) for key in optimizers()), ", ")),
     ]
     rules = all_rules()
     for title, keep in (
@@ -114,18 +119,25 @@ def operator_table() -> str:
             for (domain, name), rule in rules.items()
             if (rule.function is not None) is keep
         )
-        lines += ["", f"## {title}", "", " ".join(f"`{name}`" for name in names)]
+        lines += ["", f"## {title}", "", *_wrapped(_names(names))]
     defined = sorted(_qualified(*key) for key in all_definitions() if key not in rules)
     lines += [
         "",
         "## Forward operators that are differentiated through their definition",
         "",
-        "Their definition in operators that have a rule replaces nodes between `wrt` and `of`.",
+        *_wrapped(
+            "Nodes of these operators between `wrt` and `of` are replaced by their definition, which "
+            "consists of operators that have a rule."
+        ),
         "",
-        " ".join(f"`{name}`" for name in defined),
+        *_wrapped(_names(defined)),
         "",
-        "In models of opset 9 and older, in which onnxruntime runs them, also in the forward part: "
-        + " ".join(f"`{name}`" for name in retired_operators()),
+        *_wrapped(
+            "In models of opset 9 and older, operators that ONNX has since removed or changed are replaced "
+            "in the forward part as well:"
+        ),
+        "",
+        *_wrapped(_names(retired_operators())),
         "",
         "## Operators of onnxruntime without a gradient",
         "",
@@ -137,13 +149,21 @@ def operator_table() -> str:
         "",
         "## Operators of ONNX without a gradient",
         "",
-        "All other operators of ONNX with floating-point inputs and outputs have a rule, or a function body.",
+        "All other operators of ONNX with floating-point inputs and outputs have a rule or a function body.",
         "",
         "| operator | reason |",
         "| --- | --- |",
         *(f"| `{name}` | {why} |" for name, why in NOT_DIFFERENTIATED.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _names(names: Iterable[str], separator: str = " ") -> str:
+    return separator.join(f"`{name}`" for name in names)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _qualified(domain: str, name: str) -> str:
