@@ -10,13 +10,13 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from ortgrad.autodiff.backward import BackwardPass, list_failures
 from ortgrad.dialects.optimizers import PREVIEW_TRAINING
 from ortgrad.errors import NodeError, UnsupportedGradientError
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand_unsupported import expand_unsupported
-from ortgrad.passes.proven_shapes import infer_proven_shapes
+from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.proven_shapes import infer_proven_shapes
 
 
 def expand_gradient_operator(model: ir.Model) -> ir.Model:

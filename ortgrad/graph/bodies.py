@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.errors import NodeError
-from ortgrad.graph.comparisons import record_comparisons
+from ortgrad.graph.contract_checks import record_comparisons
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import Call

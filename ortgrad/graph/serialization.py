@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, with_dense_initializers
-from ortgrad.graph.portable import restore_gradient_nodes
+from ortgrad.graph.portable_calls import restore_gradient_nodes
 from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
 from ortgrad.operators.declaration import DOMAIN
 

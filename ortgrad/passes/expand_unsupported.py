@@ -10,15 +10,16 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from ortgrad.autodiff.backward import REFUSED, active_values
+from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import gradient_nodes
 from ortgrad.graph.names import Names
+from ortgrad.graph.schema_functions import open_schema_function
 from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs
 from ortgrad.passes.complete import complete
-from ortgrad.passes.definitions import infer_defined_types, put_definition
 from ortgrad.passes.expand import expand
-from ortgrad.passes.schema_functions import open_schema_function
+from ortgrad.shapes.defined_types import infer_defined_types
 
 
 def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> ir.Model:

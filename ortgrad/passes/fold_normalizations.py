@@ -14,9 +14,9 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import put_in_place
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.shapes.inference import infer_types
 
 # Folded, operations on the weights take the place of operations on the result. It pays up to so many weights
 # per element of the result. A batch of unknown size counts as so many samples.

@@ -6,16 +6,16 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
+from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.definitions import RETIRED, find_definition
 from ortgrad.errors import ModelError, NodeError
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
+from ortgrad.graph.old_scans import hide_old_scans, restore_scans
 from ortgrad.graph.recorder import MINIMUM_OPSET
 from ortgrad.graph.serialization import from_proto, to_proto
 from ortgrad.operators.schema import with_schemas
-from ortgrad.passes.definitions import put_definition
 from ortgrad.passes.inline import inline
-from ortgrad.passes.scan8 import hide_old_scans, restore_scans
+from ortgrad.shapes.inference import infer_types
 
 _HIDDEN = "ortgrad.unknown"
 # The last opset in which onnxruntime knows the operators of `ops/retired`.

@@ -15,9 +15,9 @@ import onnx_ir as ir
 from onnx_ir.traversal import RecursiveGraphIterator
 
 from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.shapes.inference import infer_types
 
 _READERS = frozenset(
     [

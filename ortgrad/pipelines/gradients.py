@@ -11,15 +11,7 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass, Failure, list_failures
 from ortgrad.autodiff.stopped import describe_stops
-from ortgrad.autodiff.targets import (
-    decides_shapes,
-    find_outputs,
-    find_targets,
-    refuse_integers,
-    scalar_parameters,
-)
 from ortgrad.errors import NodeError, UnsupportedGradientError
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.metadata import describe_build, is_built
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
@@ -30,26 +22,34 @@ from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
 from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
 from ortgrad.passes.fold_ifs import fold_ifs
-from ortgrad.passes.fold_known import fold_known_values
 from ortgrad.passes.fold_normalizations import fold_normalizations
 from ortgrad.passes.inline import inline
-from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
 from ortgrad.passes.pads import pad_all_axes
-from ortgrad.passes.proven_shapes import (
+from ortgrad.passes.resolve_sequences import resolve_sequences
+from ortgrad.passes.separate_targets import separate_targets
+from ortgrad.passes.slices import drop_whole_slices
+from ortgrad.passes.state_pool_sizes import state_pool_sizes
+from ortgrad.passes.tidy import remove_unused, sort
+from ortgrad.pipelines.observed_ranks import ask_onnxruntime, see_ranks
+from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.pipelines.targets import (
+    decides_shapes,
+    find_outputs,
+    find_targets,
+    refuse_integers,
+    scalar_parameters,
+)
+from ortgrad.shapes.dimension_names import forget_dimensions, name_dimensions
+from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.known_values import fold_known_values
+from ortgrad.shapes.proven_shapes import (
     Declared,
     assume_ranks,
     infer_further_shapes,
     infer_proven_shapes,
     unknown_ranks,
 )
-from ortgrad.passes.required_ranks import transposed_ranks
-from ortgrad.passes.resolve_sequences import resolve_sequences
-from ortgrad.passes.separate_targets import separate_targets
-from ortgrad.passes.slices import drop_whole_slices
-from ortgrad.passes.state_pool_sizes import state_pool_sizes
-from ortgrad.passes.tidy import remove_unused, sort
-from ortgrad.pipelines.forward_run import ask_onnxruntime, see_ranks
-from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.shapes.required_ranks import transposed_ranks
 
 Feeds = Mapping[str, np.ndarray]
 

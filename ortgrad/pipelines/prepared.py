@@ -9,34 +9,34 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.compiled import machine_code
-from ortgrad.graph.constants import constant_values
 from ortgrad.graph.gradient_nodes import call_of
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.serialization import read, write
+from ortgrad.lowering.biases import join_biases
+from ortgrad.lowering.columns import expand_with_columns
+from ortgrad.lowering.constants import constant_values
+from ortgrad.lowering.depthwise import use_depthwise
+from ortgrad.lowering.fold_dequantized import fold_dequantized
+from ortgrad.lowering.forward_convolutions import use_forward_convolutions
+from ortgrad.lowering.fusion.fuse import fuse
+from ortgrad.lowering.max_pools import use_max_pool
+from ortgrad.lowering.moments import use_moments
+from ortgrad.lowering.open_losses import open_losses
+from ortgrad.lowering.pointwise import use_pointwise
+from ortgrad.lowering.share_branches import share_branches
+from ortgrad.lowering.single_channels import expand_single_channels
+from ortgrad.lowering.swap_axes import use_swap_axes
+from ortgrad.lowering.transposed_products import use_transposed_products
+from ortgrad.lowering.winograd import use_winograd
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator, find_operator
 from ortgrad.passes.attach import attach, detach
-from ortgrad.passes.biases import join_biases
-from ortgrad.passes.columns import expand_with_columns
-from ortgrad.passes.depthwise import use_depthwise
 from ortgrad.passes.expand import expand
-from ortgrad.passes.fold_dequantized import fold_dequantized
-from ortgrad.passes.forward_convolutions import use_forward_convolutions
-from ortgrad.passes.fuse import fuse
 from ortgrad.passes.inline import inline
-from ortgrad.passes.max_pools import use_max_pool
-from ortgrad.passes.moments import use_moments
-from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
-from ortgrad.passes.open_losses import open_losses
-from ortgrad.passes.pointwise import use_pointwise
-from ortgrad.passes.share_branches import share_branches
-from ortgrad.passes.single_channels import expand_single_channels
 from ortgrad.passes.slices import join_slices
-from ortgrad.passes.swap_axes import use_swap_axes
-from ortgrad.passes.transposed_products import use_transposed_products
-from ortgrad.passes.winograd import use_winograd
 from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.shapes.dimension_names import forget_dimensions, name_dimensions
+from ortgrad.shapes.inference import infer_types
 
 # Simplify models for sessions.
 FOR_SESSIONS: tuple[Pass, ...] = (share_branches, join_slices, join_biases, fold_dequantized)

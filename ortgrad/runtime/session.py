@@ -11,12 +11,12 @@ import onnx
 import onnxruntime
 
 from ortgrad.errors import ModelError
-from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.feeds import has_native_order, native_order
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
+from ortgrad.lowering.fusion.kernel import is_fused
 from ortgrad.operators.assertions import explain
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import Kernels, computes_gradients, prepare_loaded

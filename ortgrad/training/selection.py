@@ -105,7 +105,6 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _default(proto: onnx.ModelProto) -> list[str]:
-    from ortgrad.autodiff.targets import find_parameters  # onnx-ir is slow to import
     from ortgrad.graph.serialization import read
     from ortgrad.passes.attach import is_body
     from ortgrad.passes.fold_ifs import fold_ifs
@@ -113,6 +112,7 @@ def _default(proto: onnx.ModelProto) -> list[str]:
     from ortgrad.passes.resolve_sequences import resolve_sequences
     from ortgrad.passes.tidy import sort
     from ortgrad.pipelines.opening import OPENING, run
+    from ortgrad.pipelines.targets import find_parameters  # onnx-ir is slow to import
 
     with judging(proto):
         model = inline(read(proto), lambda function: not is_body(function))
