@@ -60,7 +60,7 @@ _ROUNDS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardRun:
     """A forward model after the opening passes, and its backward pass, which is not yet in the graph."""
 
     model: ir.Model
@@ -80,7 +80,7 @@ class Plan:
     partial: Sequence[str]
 
 
-def plan(
+def run_backward(
     source: onnx.ModelProto,
     wrt: Sequence[str] | None,
     of: Sequence[str] | None,
@@ -88,22 +88,22 @@ def plan(
     feeds: Feeds | None = None,
     *,
     as_written: bool = False,
-) -> Plan:
+) -> BackwardRun:
     """Run the backward pass; nodes that cannot be differentiated are in its `failures`.
 
     With `as_written`, nodes are not merged for the sake of speed.
     """
-    planned = _plan(source, wrt, of, as_written=as_written)
-    if planned.backward.failures:
+    ran = _run_backward(source, wrt, of, as_written=as_written)
+    if ran.backward.failures:
         # Ranks without proof are used only if a rule needs one that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, as_written=as_written)
+        ran = _run_backward(source, wrt, of, trusting=True, feeds=feeds, as_written=as_written)
     if not straight_through:
-        nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
-        planned.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
-    return planned
+        nodes = straight_through_nodes(ran.model.graph, ran.targets, ran.outputs)
+        ran.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
+    return ran
 
 
-def _plan(
+def _run_backward(
     source: onnx.ModelProto,
     wrt: Sequence[str] | None,
     of: Sequence[str] | None,
@@ -112,8 +112,8 @@ def _plan(
     feeds: Feeds | None = None,
     folding: bool = True,
     as_written: bool = False,
-) -> Plan:
-    """Implement `plan`; with `trusting`, ranks without proof are used and checked at run time."""
+) -> BackwardRun:
+    """Implement `run_backward`; with `trusting`, ranks without proof are used and checked at run time."""
     model = separate_targets(read(source), wrt)
     model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
@@ -144,7 +144,7 @@ def _plan(
     if any(decides_shapes(value, model.opset_imports) for value in fed):
         if folded:
             # What was folded may have followed from the value of a target.
-            return _plan(
+            return _run_backward(
                 source, wrt, of, trusting=trusting, feeds=feeds, folding=False, as_written=as_written
             )
         infer_proven_shapes(model)
@@ -179,7 +179,9 @@ def _plan(
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
-    return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial)
+    return BackwardRun(
+        model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial
+    )
 
 
 def _unproven_ranks(
@@ -215,28 +217,28 @@ def build(
 
     `finish` are the last passes, which bring gradient nodes into the form in which the model is written.
     """
-    planned = plan(source, wrt, of, straight_through, feeds)
+    ran = run_backward(source, wrt, of, straight_through, feeds)
     try:
-        built = _assemble(planned, source, finish)
+        built = _assemble(ran, source, finish)
     except NodeError:
         # The body of an operator needs a rank that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
-        built = _assemble(planned, source, finish)
-    return built, planned.stopped, planned.partial
+        ran = _run_backward(source, wrt, of, trusting=True, feeds=feeds)
+        built = _assemble(ran, source, finish)
+    return built, ran.stopped, ran.partial
 
 
-def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) -> onnx.ModelProto:
+def _assemble(ran: BackwardRun, source: onnx.ModelProto, finish: Sequence[Pass]) -> onnx.ModelProto:
     """Add the recorded nodes to the graph, with the gradients as outputs, and run the final passes."""
-    model, backward, targets = planned.model, planned.backward, planned.targets
+    model, backward, targets = ran.model, ran.backward, ran.targets
     graph, op = model.graph, backward.op
     if backward.failures:
         raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
     results: list[ir.Value] = []
     taken: set[ir.Value] = set()
-    for value, name in zip(targets, planned.results, strict=True):
+    for value, name in zip(targets, ran.results, strict=True):
         results.append(_result(backward, value, name, taken))
         taken.add(results[-1])
-        results[-1].shape = planned.proven[value.name or ""]
+        results[-1].shape = ran.proven[value.name or ""]
     graph.extend(op.nodes)
     for node in graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
@@ -250,9 +252,9 @@ def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) ->
         state_pool_sizes,
         *finish,
     )
-    planned.declared.restore_borders()
-    forget_dimensions(model, planned.dimensions)
-    names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
+    ran.declared.restore_borders()
+    forget_dimensions(model, ran.dimensions)
+    names = ([value.name or "" for value in values] for values in (targets, ran.outputs))
     model.metadata_props.update(describe_build(*names))
     return write(model, source)
 

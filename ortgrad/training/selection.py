@@ -10,7 +10,7 @@ import onnx
 
 from ortgrad.errors import NameNotFoundError, ParameterWarning, TrainingError
 from ortgrad.graph.exporters import read_origins
-from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.matching import left_out, matched, nearest, not_in_file
 from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FLOATS
@@ -114,7 +114,7 @@ def _default(proto: onnx.ModelProto) -> list[str]:
     from ortgrad.pipelines.opening import OPENING, run
     from ortgrad.pipelines.targets import find_parameters  # onnx-ir is slow to import
 
-    with judging(proto):
+    with diagnosing(proto):
         model = inline(read(proto), lambda function: not is_body(function))
         model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
         return find_parameters(model, proto)
