@@ -47,7 +47,6 @@ def _is_gradient(node: ir.Node) -> bool:
 
 
 def _expand(model: ir.Model, node: ir.Node) -> None:
-    graph = model.graph
     if "xs" not in node.attributes or "y" not in node.attributes:
         raise NodeError("attributes xs and y are required")
     xs = list(node.attributes["xs"].as_strings())
@@ -58,8 +57,9 @@ def _expand(model: ir.Model, node: ir.Node) -> None:
             f"it has {len(node.inputs)} inputs and {len(node.outputs)} outputs, "
             f"but xs and zs name {len(xs)} and {len(zs)} tensors"
         )
-    values = _named(graph, [*xs, *zs, y])
-    expand_unsupported(model, [values[name] for name in xs], [values[y]])
+    _named(model.graph, [*xs, *zs, y])
+    expand_unsupported(model, xs, [y])
+    graph = model.graph
     values = _named(graph, [*xs, *zs, y])
     fed = {values[n]: v for n, v in zip([*xs, *zs], node.inputs, strict=True) if v is not None}
     if len(fed) != len(xs) + len(zs):

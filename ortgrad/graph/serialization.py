@@ -94,6 +94,19 @@ def from_proto(source: onnx.ModelProto) -> ir.Model:
     return ir.from_proto(source)
 
 
+def refill(model: ir.Model, source: onnx.ModelProto) -> ir.Model:
+    """Put what a function of onnx has made of a model in the place of all that the model contains."""
+    made = from_proto(source)
+    model.graph = made.graph
+    for own, other in ((model.functions, made.functions), (model.metadata_props, made.metadata_props)):
+        own.clear()
+        own.update(other)  # type: ignore[arg-type]
+    model.ir_version, model.model_version = made.ir_version, made.model_version
+    model.producer_name, model.producer_version = made.producer_name, made.producer_version
+    model.domain, model.doc_string = made.domain, made.doc_string
+    return model
+
+
 def is_known(type_: onnx.TypeProto) -> bool:
     """Return whether onnx-ir can hold a type."""
     kind = type_.WhichOneof("value")

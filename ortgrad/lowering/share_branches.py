@@ -17,13 +17,13 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.errors import NodeError
+from ortgrad.graph.attributes import content
 from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import RANDOM
 from ortgrad.graph.traversal import dependencies, release_captured, subgraphs
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, find_operator
-from ortgrad.passes.deduplicate import content
 
 _BRANCHES = ("then_branch", "else_branch")
 # The operators with which gradients compute more, and those of ONNX.

@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortgrad.autodiff.paths import straight_through_nodes
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.autodiff.stopped import stopping_nodes
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.traversal import subgraphs
-from ortgrad.passes.expand_unsupported import straight_through_nodes
 from ortgrad.pipelines.build import names_of
 from ortgrad.pipelines.gradients import run_backward
 from ortgrad.pipelines.stops import warn_about_stops

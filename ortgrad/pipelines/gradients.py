@@ -10,17 +10,20 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass, Failure, list_failures
+from ortgrad.autodiff.paths import straight_through_nodes
 from ortgrad.autodiff.stopped import describe_stops
 from ortgrad.errors import NodeError, UnsupportedGradientError
+from ortgrad.graph.bodies import is_body
 from ortgrad.graph.metadata import describe_build, is_built
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.graph.traversal import values_by_name
-from ortgrad.passes.attach import attach, is_body
+from ortgrad.passes import Pass, run
+from ortgrad.passes.attach import attach
 from ortgrad.passes.complete import complete
 from ortgrad.passes.deduplicate import deduplicate
-from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
+from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.passes.fold_ifs import fold_ifs
 from ortgrad.passes.fold_normalizations import fold_normalizations
 from ortgrad.passes.inline import inline
@@ -31,7 +34,7 @@ from ortgrad.passes.slices import drop_whole_slices
 from ortgrad.passes.state_pool_sizes import state_pool_sizes
 from ortgrad.passes.tidy import remove_unused, sort
 from ortgrad.pipelines.observed_ranks import ask_onnxruntime, see_ranks
-from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.pipelines.opening import OPENING
 from ortgrad.pipelines.targets import (
     decides_shapes,
     find_outputs,
@@ -114,17 +117,8 @@ def _run_backward(
     as_written: bool = False,
 ) -> BackwardRun:
     """Implement `run_backward`; with `trusting`, ranks without proof are used and checked at run time."""
-    model = separate_targets(read(source), wrt)
-    model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
-    # A list of known length decides Ifs, and a branch that is taken may read known elements.
-    model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
-    model = drop_whole_slices(model, {*(wrt or ()), *(of or ())})
-    graph = model.graph
-    for value in graph.inputs:
-        seen = None if feeds is None else feeds.get(value.name or "")
-        if seen is not None and value.shape is None and isinstance(value.type, ir.TensorType):
-            # onnxruntime refuses other feeds than declared.
-            value.shape = ir.Shape([None] * np.ndim(seen))
+    model = _opened(source, wrt, of)
+    _take_ranks_of_feeds(model, feeds)
     dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
     folded = False
@@ -136,6 +130,7 @@ def _run_backward(
         model = run(model, fold_ifs, resolve_sequences, sort)
         infer_further_shapes(model)
     model = pad_all_axes(model)
+    graph = model.graph
     outputs = find_outputs(graph, of)
     targets, partial = find_targets(model, wrt, source, outputs)
     # Weights become inputs with defaults, so that new values can be fed; they no longer count as constants.
@@ -155,11 +150,11 @@ def _run_backward(
     if trusting:
         assume_ranks(model, _unproven_ranks(model, source, declared, outputs, feeds), outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
+    fed_names = {value.name for value in fed}
     if not as_written:
-        model = fold_normalizations(model, targets, outputs)
-    model = expand_unsupported(model, targets, outputs)
-    # Nodes that were expanded have new values under the old names.
-    values = values_by_name(graph)
+        model = fold_normalizations(model, *names)
+    model = expand_unsupported(model, *names)
+    graph, values = model.graph, values_by_name(model.graph)
     targets, outputs = ([values[name] for name in group] for group in names)
     op = Recorder(model.opset_imports[""], Names.of(model))
     backward = BackwardPass(op, list(graph), targets)
@@ -174,14 +169,32 @@ def _run_backward(
     # Reserved here, before the backward pass records other values under these names.
     results = [op.names.fresh(f"{value.name}_grad") for value in targets]
     # Inputs without a default come first.
-    last = set(fed)
-    graph.inputs[:] = [*(value for value in graph.inputs if value not in last), *fed]
+    graph.inputs[:] = sorted(graph.inputs, key=lambda value: value.name in fed_names)
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
     return BackwardRun(
         model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial
     )
+
+
+def _opened(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> ir.Model:
+    """Return the model after the passes that need no shapes."""
+    model = separate_targets(read(source), wrt)
+    model = inline(model, lambda function: not is_body(function))
+    refuse_integers(model, of)
+    # A list of known length decides Ifs, and a branch that is taken may read known elements.
+    model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    return drop_whole_slices(model, {*(wrt or ()), *(of or ())})
+
+
+def _take_ranks_of_feeds(model: ir.Model, feeds: Feeds | None) -> None:
+    """Give inputs without a declared rank that of what is fed."""
+    for value in model.graph.inputs:
+        seen = None if feeds is None else feeds.get(value.name or "")
+        if seen is not None and value.shape is None and isinstance(value.type, ir.TensorType):
+            # onnxruntime refuses other feeds than declared.
+            value.shape = ir.Shape([None] * np.ndim(seen))
 
 
 def _unproven_ranks(

@@ -26,11 +26,12 @@ from ortgrad.lowering.transposed_products import use_transposed_products
 from ortgrad.lowering.winograd import use_winograd
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import find_operator
+from ortgrad.passes import Pass, run
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inline import inline
 from ortgrad.passes.slices import join_slices
-from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.pipelines.opening import OPENING
 from ortgrad.shapes.dimension_names import forget_dimensions, name_dimensions
 from ortgrad.shapes.inference import infer_types
 

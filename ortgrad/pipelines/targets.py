@@ -52,7 +52,7 @@ def find_outputs(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
     return [values[name] for name in of]
 
 
-def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> ir.Model:
+def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> None:
     """Raise the error of `find_outputs` early if the file declares outputs that are not floating-point."""
     declared = [v.dtype for v in model.graph.outputs if of is None or v.name in of]
     integers = [dtype is not None and dtype not in FLOAT_TYPES for dtype in declared]
@@ -60,7 +60,6 @@ def refuse_integers(model: ir.Model, of: Sequence[str] | None) -> ir.Model:
         # Only for the error message, which suggests floating-point values.
         infer_types(model)
         find_outputs(model.graph, of)
-    return model
 
 
 def find_targets(

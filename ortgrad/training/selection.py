@@ -105,13 +105,14 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _default(proto: onnx.ModelProto) -> list[str]:
+    from ortgrad.graph.bodies import is_body
     from ortgrad.graph.serialization import read
-    from ortgrad.passes.attach import is_body
+    from ortgrad.passes import run
     from ortgrad.passes.fold_ifs import fold_ifs
     from ortgrad.passes.inline import inline
     from ortgrad.passes.resolve_sequences import resolve_sequences
     from ortgrad.passes.tidy import sort
-    from ortgrad.pipelines.opening import OPENING, run
+    from ortgrad.pipelines.opening import OPENING
     from ortgrad.pipelines.targets import find_parameters  # onnx-ir is slow to import
 
     with diagnosing(proto):
