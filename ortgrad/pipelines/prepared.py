@@ -21,6 +21,7 @@ from ortgrad.lowering.placement import expand_constant, runs_as_body
 from ortgrad.lowering.pointwise import use_pointwise
 from ortgrad.lowering.share_branches import share_branches
 from ortgrad.lowering.single_channels import expand_single_channels
+from ortgrad.lowering.slices import join_slices
 from ortgrad.lowering.swap_axes import use_swap_axes
 from ortgrad.lowering.transposed_products import use_transposed_products
 from ortgrad.lowering.winograd import use_winograd
@@ -30,7 +31,6 @@ from ortgrad.passes import Pass, run
 from ortgrad.passes.attach import attach, detach
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inline import inline
-from ortgrad.passes.slices import join_slices
 from ortgrad.pipelines.opening import OPENING
 from ortgrad.shapes.dimension_names import forget_dimensions, name_dimensions
 from ortgrad.shapes.inference import infer_types
