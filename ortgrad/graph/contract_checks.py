@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import NodeError, unknown_rank
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import constant_tensor
 from ortgrad.operators.contract import Contract, Row, Token, check_length
 
 # A vector of dimensions: a tuple if all are known, else a value that the graph computes.
@@ -219,7 +220,7 @@ def _dimensions(value: ir.Value) -> tuple[int | None, ...] | None:
 
 def _contents(name: str, value: ir.Value) -> tuple[int | None, ...] | None:
     """Return the elements of a constant vector, or one None per element if only its length is known."""
-    tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    tensor = constant_tensor(value)
     length = _length_of(value) if tensor is None else tensor.size
     check_length(name, length or 0)
     if tensor is not None:

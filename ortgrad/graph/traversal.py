@@ -18,16 +18,21 @@ def is_integer(value: ir.Value) -> bool:
     return value.dtype is not None and value.dtype not in FLOAT_TYPES
 
 
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of a constant that cannot be fed; None for other values."""
+    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
 def constant_array(value: ir.Value | None) -> np.ndarray | None:
     """Return the elements of a constant that cannot be fed; None for other values."""
-    tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    tensor = constant_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def constant_number(value: ir.Value | None) -> float | None:
     """Return a constant of one element, of any type of numbers, that cannot be fed; None for other values."""
-    array = constant_array(value)
-    return float(array.item()) if array is not None and array.size == 1 else None
+    tensor = constant_tensor(value)
+    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:

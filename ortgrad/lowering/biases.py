@@ -10,13 +10,14 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_values
+from ortgrad.graph.traversal import only_reader
 
 
 def join_biases(model: ir.Model) -> ir.Model:
     """Join every Conv without a bias and an Add of one number per filter that alone reads its result."""
     names: Names | None = None
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        total = _only_user(node) if _has_no_bias(node) else None
+        total = _sum_of(node) if _has_no_bias(node) else None
         bias = None if total is None else _bias(node, total)
         if total is not None and bias is not None:
             names = names or Names.of(model)
@@ -28,13 +29,10 @@ def _has_no_bias(node: ir.Node) -> bool:
     return (node.domain, node.op_type) == ("", "Conv") and not any(node.inputs[2:])
 
 
-def _only_user(node: ir.Node) -> ir.Node | None:
-    y = node.outputs[0]
-    uses = list(y.uses())
-    if len(uses) != 1 or y.is_graph_output():
-        return None
-    user = uses[0].node
-    return user if (user.domain, user.op_type) == ("", "Add") and user.graph is node.graph else None
+def _sum_of(node: ir.Node) -> ir.Node | None:
+    user = only_reader(node.outputs[0])
+    is_sum = user is not None and (user.domain, user.op_type) == ("", "Add") and user.graph is node.graph
+    return user if is_sum else None
 
 
 def _bias(node: ir.Node, total: ir.Node) -> ir.Value | None:

@@ -6,12 +6,9 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.lowering.constants import constant_values, is_dequantized
-from ortgrad.operators.declaration import INTERNAL_DOMAIN
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, take_over
 from ortgrad.ops.conv.conv import conv_grad, is_depthwise
 from ortgrad.ops.conv.depthwise import depthwise_conv, depthwise_conv_grad
-from ortgrad.passes.complete import complete_node
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def use_depthwise(model: ir.Model) -> ir.Model:
@@ -24,18 +21,15 @@ def use_depthwise(model: ir.Model) -> ir.Model:
         if not (is_gradient or is_forward) or not _is_depthwise(node, node.inputs[2 if is_gradient else 1]):
             continue
         if is_gradient:
-            # The call is the same.
-            node.op_type, node.domain = depthwise_conv_grad.name, INTERNAL_DOMAIN
+            take_over(model, node, depthwise_conv_grad)
         elif node.inputs[1] not in constant and not is_dequantized(node.inputs[1]):
             names = names or Names.of(model)
-            node.op_type, node.domain = depthwise_conv.name, INTERNAL_DOMAIN
-            complete_node(model, node, depthwise_conv, names)
-        model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+            become(model, node, depthwise_conv, names)
     return model
 
 
 def _is_depthwise(node: ir.Node, w: ir.Value | None) -> bool:
-    if w is None or w.shape is None or w.dtype not in _TYPES:
+    if w is None or w.shape is None or w.dtype not in KERNEL_TYPES:
         return False
     group = node.attributes.get_int("group", 1)
     return is_depthwise(tuple(n if isinstance(n, int) else None for n in w.shape), group)

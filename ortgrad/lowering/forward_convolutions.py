@@ -12,15 +12,14 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_values
+from ortgrad.graph.traversal import only_reader
 from ortgrad.lowering.constants import constant_values, is_dequantized
 from ortgrad.lowering.fusion.fusable import known_shape, read_constant
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, sizes_of
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
 from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import ACTIVATIONS, dense_conv, is_fastest
 from ortgrad.ops.conv.winograd import winograd_conv
-from ortgrad.passes.complete import complete_node
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def use_forward_convolutions(model: ir.Model) -> ir.Model:
@@ -37,7 +36,7 @@ def use_forward_convolutions(model: ir.Model) -> ir.Model:
 
 def _is_faster(node: ir.Node) -> bool:
     x, w = node.inputs[0], node.inputs[1]
-    if x is None or w is None or w.shape is None or w.dtype not in _TYPES or is_dequantized(w):
+    if x is None or w is None or w.shape is None or w.dtype not in KERNEL_TYPES or is_dequantized(w):
         return False
     strides = node.attributes.get_ints("strides")
     # onnxruntime has no kernel for numbers in double precision.
@@ -46,15 +45,10 @@ def _is_faster(node: ir.Node) -> bool:
     )
 
 
-def sizes_of(value: ir.Value) -> tuple[int | None, ...] | None:
-    """Return the sizes of a value; None stands for one that is not known, and for a rank that is not."""
-    return None if value.shape is None else tuple(n if isinstance(n, int) else None for n in value.shape)
-
-
 def _replace(model: ir.Model, node: ir.Node, names: Names) -> None:
     """Replace a convolution, and what is merged with it."""
     old, last, z = node.outputs[0], node, None
-    total = _only_user(node)
+    total = _next(node)
     if total is not None and total.op_type == "Add":
         z = next((value for value in total.inputs if value is not old), None)
         shape = known_shape(old)
@@ -63,7 +57,7 @@ def _replace(model: ir.Model, node: ir.Node, names: Names) -> None:
         else:
             z = None
     attributes = dict(node.attributes)
-    user = _only_user(last)
+    user = _next(last)
     activation = {} if user is None else _activation(user)
     if user is not None and activation:
         last = user
@@ -82,8 +76,7 @@ def _replace(model: ir.Model, node: ir.Node, names: Names) -> None:
     replace_values([result], [output])
     merged = [user if activation else None, total if z is not None else None, node]
     graph.remove([each for each in merged if each is not None], safe=True)
-    complete_node(model, new, operator, names)
-    model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+    become(model, new, operator, names)
 
 
 def _operator(node: ir.Node) -> Operator:
@@ -105,10 +98,7 @@ def _activation(node: ir.Node) -> dict[str, float]:
     return {"alpha": node.attributes.get_float("alpha", 0.01) if node.op_type == "LeakyRelu" else 0.0}
 
 
-def _only_user(node: ir.Node) -> ir.Node | None:
+def _next(node: ir.Node) -> ir.Node | None:
     """Return the node of the same graph that alone reads the result."""
-    y = node.outputs[0]
-    uses = list(y.uses())
-    if len(uses) != 1 or y.is_graph_output():
-        return None
-    return uses[0].node if uses[0].node.graph is node.graph else None
+    user = only_reader(node.outputs[0])
+    return user if user is not None and user.graph is node.graph else None

@@ -6,11 +6,8 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.lowering.constants import computed_nodes
-from ortgrad.operators.declaration import INTERNAL_DOMAIN
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.ops.max_pool import max_pool_with_indices
-from ortgrad.passes.complete import complete_node
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def use_max_pool(model: ir.Model) -> ir.Model:
@@ -21,9 +18,7 @@ def use_max_pool(model: ir.Model) -> ir.Model:
             names = names or Names.of(model)
             for name in ("dilations", "storage_order"):
                 node.attributes.pop(name, None)
-            node.op_type, node.domain = max_pool_with_indices.name, INTERNAL_DOMAIN
-            complete_node(model, node, max_pool_with_indices, names)
-            model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+            become(model, node, max_pool_with_indices, names)
     return model
 
 
@@ -37,7 +32,7 @@ def _is_supported(node: ir.Node) -> bool:
     auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
     return (
         x is not None
-        and x.dtype in _TYPES
+        and x.dtype in KERNEL_TYPES
         and 1 <= len(kernel) <= 3
         and all(d == 1 for d in dilations)
         and node.attributes.get_int("storage_order", 0) == 0

@@ -13,12 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import constant_array, constant_number
 from ortgrad.lowering.constants import computed_nodes
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.moments import kept_axes, moments_of
-from ortgrad.passes.complete import complete_node
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 class _Mean(NamedTuple):
@@ -43,7 +42,7 @@ def _replace(model: ir.Model, last: ir.Node, names: Names) -> None:
     total = _made_by(root.inputs[0], "Add") if root else None
     parts = [(total.inputs[i], total.inputs[1 - i]) for i in range(2)] if total else []
     squares, epsilon = next(
-        ((_mean(a), _number(b)) for a, b in parts if _number(b) is not None), (None, None)
+        ((_mean(a), constant_number(b)) for a, b in parts if constant_number(b) is not None), (None, None)
     )
     product = _made_by(squares.x, "Mul") if squares else None
     if squares is None or epsilon is None or product is None or product.inputs[0] is not product.inputs[1]:
@@ -57,7 +56,7 @@ def _replace(model: ir.Model, last: ir.Node, names: Names) -> None:
         else:
             mean = None
     inverse = last.outputs[0]
-    if x is None or x.dtype not in _TYPES or x.shape is None or inverse.is_graph_output():
+    if x is None or x.dtype not in KERNEL_TYPES or x.shape is None or inverse.is_graph_output():
         return
     if kept_axes(len(x.shape), squares.axes) is None or (mean and mean.node.graph is not last.graph):
         return
@@ -87,8 +86,7 @@ def _replace(model: ir.Model, last: ir.Node, names: Names) -> None:
     for value, before in zip(made.outputs, old, strict=True):
         if before is not None:
             before.replace_all_uses_with(value)
-    model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
-    complete_node(model, made, moments_of, names)
+    become(model, made, moments_of, names)
     _remove_unread(last)
 
 
@@ -97,21 +95,16 @@ def _made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
 
 
-def _number(value: ir.Value | None) -> float | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
-
-
 def _mean(value: ir.Value | None) -> _Mean | None:
     """The mean that a value is, if its axes are known."""
     node = _made_by(value, "ReduceMean")
-    if node is None or len(node.inputs) < 2 or node.inputs[1] is None:
+    if node is None or len(node.inputs) < 2:
         return None
-    x, axes = node.inputs[0], ir.convenience.get_const_tensor(node.inputs[1])
+    x, axes = node.inputs[0], constant_array(node.inputs[1])
     if x is None or x.shape is None or axes is None or axes.size == 0:
         return None
     rank = len(x.shape)
-    reduced = tuple(sorted(int(axis) % rank for axis in np.atleast_1d(axes.numpy())))
+    reduced = tuple(sorted(int(axis) % rank for axis in np.atleast_1d(axes)))
     return _Mean(node, x, reduced, bool(node.attributes.get_int("keepdims", 1)))
 
 
@@ -129,10 +122,8 @@ def _broadcast_mean(value: ir.Value | None) -> _Mean | None:
         return None
     # The axes that are missing behind the kept ones.
     missing = list(range(len(kept), len(kept) + len(mean.x.shape) - kept.stop))
-    given = (
-        ir.convenience.get_const_tensor(unsqueeze.inputs[1]) if unsqueeze and unsqueeze.inputs[1] else None
-    )
-    axes = [] if given is None else [int(axis) for axis in given.numpy()]
+    given = constant_array(unsqueeze.inputs[1]) if unsqueeze else None
+    axes = [] if given is None else [int(axis) for axis in given]
     return mean if axes == missing and (given is not None or not missing) else None
 
 

@@ -8,12 +8,11 @@ from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.recorder import Recorder
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.likelihood import negative_log_likelihood
-from ortgrad.passes.complete import complete_node
 
 _LOSS = "SoftmaxCrossEntropyLoss"
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def open_losses(model: ir.Model, *, compiled: bool) -> ir.Model:
@@ -25,11 +24,11 @@ def open_losses(model: ir.Model, *, compiled: bool) -> ir.Model:
     names = Names.of(model) if found else Names()
     for node in found:
         op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
-        _open(node, op, compiled=compiled and node.inputs[0] is not None and node.inputs[0].dtype in _TYPES)
+        scores = node.inputs[0]
+        _open(node, op, compiled=compiled and scores is not None and scores.dtype in KERNEL_TYPES)
         for made in op.nodes:
             if made.domain == INTERNAL_DOMAIN:
-                complete_node(model, made, negative_log_likelihood, names)
-                model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+                become(model, made, negative_log_likelihood, names)
     return model
 
 

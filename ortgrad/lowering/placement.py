@@ -9,6 +9,7 @@ import onnx_ir as ir
 from ortgrad.compiled import machine_code
 from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.lowering.constants import constant_values
+from ortgrad.lowering.internal_operators import sizes_of
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator
 from ortgrad.passes.expand import expand
@@ -44,11 +45,4 @@ def _runs_body(node: ir.Node, operator: Operator, kernels: str) -> bool:
 def _is_fastest(compiled: CompiledKernel, node: ir.Node, operator: Operator) -> bool:
     if not callable(compiled.auto):
         return compiled.auto
-    return compiled.auto(*map(_known_shape, node.inputs), **call_of(node, operator).attributes)
-
-
-def _known_shape(value: ir.Value | None) -> tuple[int | None, ...] | None:
-    """Return the shape of an input; None stands for a size, or a number of dimensions, that is not known."""
-    if value is None or value.shape is None:
-        return None
-    return tuple(size if isinstance(size, int) else None for size in value.shape)
+    return compiled.auto(*map(sizes_of, node.inputs), **call_of(node, operator).attributes)

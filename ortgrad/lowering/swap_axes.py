@@ -9,11 +9,8 @@ import onnx_ir as ir
 from ortgrad.compiled.functions import TILE
 from ortgrad.graph.names import Names
 from ortgrad.lowering.constants import computed_nodes
-from ortgrad.operators.declaration import INTERNAL_DOMAIN
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.ops.swap_axes import swap_axes, swapped
-from ortgrad.passes.complete import complete_node
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def use_swap_axes(model: ir.Model) -> ir.Model:
@@ -25,16 +22,14 @@ def use_swap_axes(model: ir.Model) -> ir.Model:
             names = names or Names.of(model)
             node.attributes.clear()
             node.attributes.add(ir.AttrInt64("axis", axis))
-            node.op_type, node.domain = swap_axes.name, INTERNAL_DOMAIN
-            complete_node(model, node, swap_axes, names)
-            model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+            become(model, node, swap_axes, names)
     return model
 
 
 def _axis(node: ir.Node) -> int | None:
     """Return the first of the two axes that change places, if the node is supported."""
     x, order = node.inputs[0], list(node.attributes.get_ints("perm", ()))
-    if x is None or x.dtype not in _TYPES or x.shape is None or len(order) < 3:
+    if x is None or x.dtype not in KERNEL_TYPES or x.shape is None or len(order) < 3:
         return None
     axis = next((i for i, k in enumerate(order[:-2]) if k != i), None)
     if axis is None or order != swapped(len(order), axis):

@@ -6,11 +6,9 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.lowering.constants import computed_nodes
-from ortgrad.operators.declaration import INTERNAL_DOMAIN
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.ops.transposed_product import FEWEST_TERMS, transposed_product
-from ortgrad.passes.complete import complete_node
 
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 # With smaller results, Gemm copies hardly more than the transposition does.
 _LARGER, _SMALLER = 192, 48
 
@@ -23,16 +21,14 @@ def use_transposed_products(model: ir.Model) -> ir.Model:
             names = names or Names.of(model)
             node.attributes.clear()
             node.resize_inputs(2)
-            node.op_type, node.domain = transposed_product.name, INTERNAL_DOMAIN
-            complete_node(model, node, transposed_product, names)
-            model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+            become(model, node, transposed_product, names)
     return model
 
 
 def _is_supported(node: ir.Node) -> bool:
     a, b = node.inputs[:2]
     integers, floats = node.attributes.get_int, node.attributes.get_float
-    if a is None or b is None or a.dtype not in _TYPES or a.shape is None or b.shape is None:
+    if a is None or b is None or a.dtype not in KERNEL_TYPES or a.shape is None or b.shape is None:
         return False
     (terms, rows), columns = a.shape, b.shape[1]
     return (

@@ -5,12 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
-from ortgrad.lowering.forward_convolutions import sizes_of
-from ortgrad.operators.declaration import INTERNAL_DOMAIN
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, sizes_of, take_over
 from ortgrad.ops.conv.conv import conv_grad
 from ortgrad.ops.conv.winograd import is_fastest, winograd_conv_grad
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def use_winograd(model: ir.Model) -> ir.Model:
@@ -19,10 +16,8 @@ def use_winograd(model: ir.Model) -> ir.Model:
         if operator is not conv_grad:
             continue
         x, w = node.inputs[1], node.inputs[2]
-        if x is None or w is None or w.dtype not in _TYPES:
+        if x is None or w is None or w.dtype not in KERNEL_TYPES:
             continue
         if is_fastest(sizes_of(x), sizes_of(w), call_of(node, operator).attributes):
-            # The call is the same.
-            node.op_type, node.domain = winograd_conv_grad.name, INTERNAL_DOMAIN
-            model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+            take_over(model, node, winograd_conv_grad)
     return model

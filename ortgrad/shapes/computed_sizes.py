@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import constant_tensor
 from ortgrad.shapes.known_elements import Elements, Sizes
 from ortgrad.shapes.pool_sizes import POOLS
 from ortgrad.shapes.size_expressions import Size, broadcast
@@ -122,7 +123,7 @@ def _of_resize(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:
     given = elements.of(_input(node, 3))
     if given is not None and given.shape == (len(x),):
         return [_sizes_only(given)]
-    tensor = None if scales is None or scales.is_graph_input() else ir.convenience.get_const_tensor(scales)
+    tensor = constant_tensor(scales)
     if tensor is None or tensor.size != len(x):
         return []
     return [[_scaled(size, float(scale)) for size, scale in zip(x, tensor.numpy(), strict=True)]]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import constant_tensor
 from ortgrad.shapes.size_expressions import Size
 
 # Larger tensors are not shapes.
@@ -65,7 +66,7 @@ class Elements:
     def _given(self, value: ir.Value) -> np.ndarray | None:
         if value.dtype not in _INTEGERS:
             return None
-        tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+        tensor = constant_tensor(value)
         if tensor is not None:
             return None if tensor.size > _LARGEST else _array(tensor.numpy())
         sizes = [size.number for size in self._sizes(value) or [Size.atom("")]]

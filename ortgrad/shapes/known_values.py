@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import FLOAT_TYPES
+from ortgrad.graph.traversal import FLOAT_TYPES, constant_tensor
 
 # Larger tensors are not shapes.
 _LARGEST = 1000
@@ -113,7 +113,7 @@ class _Evaluation:
         return self._result(node, value) if node.op_type in _EVALUATED else None
 
     def _given(self, value: ir.Value) -> Known | None:
-        tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+        tensor = constant_tensor(value)
         if tensor is None or tensor.size > _LARGEST or tensor.dtype == ir.DataType.STRING:
             return None
         if tensor.dtype in FLOAT_TYPES and tensor.shape.rank():

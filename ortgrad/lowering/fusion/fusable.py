@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import call_of
+from ortgrad.graph.traversal import constant_number, constant_tensor
 from ortgrad.lowering.fusion.expressions import TABLE, Expression, find_expression, own_kernel
 from ortgrad.lowering.fusion.program import Constant
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
@@ -118,7 +119,7 @@ def unsqueezed(value: ir.Value) -> tuple[ir.Value, int] | None:
         return None
     source, axes = node.inputs[0], node.inputs[1]
     shape = None if source is None else known_shape(source)
-    tensor = None if axes is None or axes.is_graph_input() else ir.convenience.get_const_tensor(axes)
+    tensor = constant_tensor(axes)
     if source is None or shape is None or tensor is None:
         return None
     count, rank = tensor.size, len(shape)
@@ -207,19 +208,11 @@ def _operands(node: ir.Node) -> list[ir.Value | Constant]:
 
 def read_constant(value: ir.Value | None) -> Constant | None:
     """Return a constant of one element; None for other values, and for NaN, which has no literal."""
-    if value is None or value.is_graph_input():
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = constant_tensor(value)
     if tensor is None or tensor.size != 1 or tensor.dtype not in ELEMENTS:
         return None
     number = float(tensor.numpy().reshape(()))
     return None if math.isnan(number) else Constant(number, len(tensor.shape))
-
-
-def _number(value: ir.Value | None) -> float | None:
-    """Return a constant of one element, of any type of numbers."""
-    tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
-    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def _float(node: ir.Node, name: str, default: float) -> float:
@@ -229,7 +222,7 @@ def _float(node: ir.Node, name: str, default: float) -> float:
 
 def _read_pow(node: ir.Node) -> Reading | None:
     exponent = node.inputs[1]
-    operator = {2.0: "Square", 3.0: "Cube"}.get(_number(exponent) or 0.0)
+    operator = {2.0: "Square", 3.0: "Cube"}.get(constant_number(exponent) or 0.0)
     if operator is None or exponent is None or len(exponent.shape or ()) > len(node.outputs[0].shape or ()):
         return None
     if exponent.shape is not None and len(exponent.shape) > len(node.inputs[0].shape or ()):  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import constant_tensor
 from ortgrad.lowering.fusion.expressions import Expression
 from ortgrad.lowering.fusion.fusable import ELEMENTS, Fusable, known_shape
 from ortgrad.lowering.fusion.program import Total
@@ -65,7 +66,7 @@ def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
     given = node.inputs[1] if len(node.inputs) > 1 else None
     if given is None:
         return () if node.attributes.get_int("noop_with_empty_axes", 0) else tuple(range(rank))
-    tensor = None if given.is_graph_input() else ir.convenience.get_const_tensor(given)
+    tensor = constant_tensor(given)
     if tensor is None:
         return ()
     axes = sorted(int(axis) + (rank if axis < 0 else 0) for axis in tensor.numpy().reshape(-1))
@@ -93,7 +94,7 @@ def _dropped_axes(node: ir.Node, value: ir.Value) -> tuple[int, ...] | None:
     if shape is None or node.op_type not in ("Squeeze", "Reshape") or node.inputs[0] is not value:
         return None
     given = node.inputs[1] if len(node.inputs) > 1 else None
-    tensor = None if given is None or given.is_graph_input() else ir.convenience.get_const_tensor(given)
+    tensor = constant_tensor(given)
     if tensor is None:
         return None
     numbers = [int(number) for number in tensor.numpy().reshape(-1)]

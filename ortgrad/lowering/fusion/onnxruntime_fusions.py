@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import only_reader
 from ortgrad.lowering.fusion.fusable import read_constant
 
 # Activations that onnxruntime computes as part of a convolution or a product of matrices. So it does Sigmoid,
@@ -23,7 +24,7 @@ def left_to_onnxruntime(nodes: Iterable[ir.Node]) -> set[ir.Node]:
         if node.op_type == "Conv":
             _keep_convolution(node, kept)
         elif node.op_type == "Gemm":
-            _keep_activation(_only_user(node), kept)
+            _keep_activation(_next(node), kept)
         elif node.op_type == "MatMul":
             _keep_product(node, kept)
         elif node.op_type == "Sub":
@@ -33,10 +34,10 @@ def left_to_onnxruntime(nodes: Iterable[ir.Node]) -> set[ir.Node]:
 
 def _keep_convolution(node: ir.Node, kept: set[ir.Node]) -> None:
     """Conv, the sum with another tensor, and an activation"""
-    user = _only_user(node)
+    user = _next(node)
     if user is not None and user.op_type == "Add":
         kept.add(user)
-        user = _only_user(user)
+        user = _next(user)
     _keep_activation(user, kept)
 
 
@@ -47,7 +48,7 @@ def _keep_activation(user: ir.Node | None, kept: set[ir.Node]) -> None:
 
 def _keep_product(node: ir.Node, kept: set[ir.Node]) -> None:
     """MatMul with a vector that is added to its rows, or with a constant factor before or after it"""
-    user = _only_user(node)
+    user = _next(node)
     if user is not None and user.op_type == "Add":
         ranks = [len(v.shape) for v in user.inputs if v is not None and v.shape is not None]
         if 1 in ranks:
@@ -57,7 +58,7 @@ def _keep_product(node: ir.Node, kept: set[ir.Node]) -> None:
         if scale is None or scale.op_type not in _SCALES or not scale.outputs:
             continue
         factors = [constant for v in scale.inputs if (constant := read_constant(v)) is not None]
-        if factors and (scale is user or _only_user(scale) is node):
+        if factors and (scale is user or _next(scale) is node):
             kept.add(scale)
 
 
@@ -78,16 +79,13 @@ def _keep_normalization(node: ir.Node, kept: set[ir.Node]) -> None:
             kept.add(each)
             added = each.inputs[0].producer() if each.inputs[0] is not None else None
             kept.update(n for n in [added] if n is not None)
-    after = _only_user(quotients[0])
+    after = _next(quotients[0])
     while after is not None and after.op_type in ("Mul", "Add", "Cast"):
         kept.add(after)
-        after = _only_user(after) if after.op_type != "Add" else None
+        after = _next(after) if after.op_type != "Add" else None
 
 
-def _only_user(node: ir.Node) -> ir.Node | None:
+def _next(node: ir.Node) -> ir.Node | None:
     """Return the node that alone reads the only used output of a node."""
     used = [value for value in node.outputs if value.uses() or value.is_graph_output()]
-    if len(used) != 1 or used[0].is_graph_output():
-        return None
-    uses = list(used[0].uses())
-    return uses[0].node if len(uses) == 1 else None
+    return only_reader(used[0]) if len(used) == 1 else None
