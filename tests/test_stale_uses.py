@@ -17,7 +17,7 @@ import pytest
 from onnx import numpy_helper
 
 import ortgrad
-from ortgrad.pipelines import gradients, prepared
+from ortgrad.pipelines import backward_graph, preparation
 from ortgrad.training import onnxblock
 
 CAPTURED = "a = Sin(x) b = Mul(a, x) c = Exp(b)"
@@ -64,7 +64,7 @@ def checked(model: ir.Model, *passes: Callable[[ir.Model], ir.Model]) -> ir.Mode
 
 @pytest.fixture(autouse=True)
 def check_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gradients, prepared):
+    for module in (backward_graph, preparation):
         monkeypatch.setattr(module, "run", checked)
 
 

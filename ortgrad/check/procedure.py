@@ -28,8 +28,8 @@ from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.metadata import names_in
 from ortgrad.graph.protos import FLOATS
+from ortgrad.pipelines.backward_graph import exposed
 from ortgrad.pipelines.build import build_gradient_model
-from ortgrad.pipelines.gradients import exposed
 from ortgrad.pipelines.prepare import Kernels
 from ortgrad.pipelines.stops import quiet_stops
 

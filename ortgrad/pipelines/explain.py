@@ -15,8 +15,8 @@ from ortgrad.autodiff.stopped import stopping_nodes
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.traversal import subgraphs
+from ortgrad.pipelines.backward_graph import Request, run_backward
 from ortgrad.pipelines.build import names_of
-from ortgrad.pipelines.gradients import Request, run_backward
 from ortgrad.pipelines.stops import warn_about_stops
 
 

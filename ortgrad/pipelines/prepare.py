@@ -62,7 +62,7 @@ def prepare_loaded(
         return model
     with forks_wait():
         # onnx-ir is slow to import, and models without gradient nodes do not need it.
-        from ortgrad.pipelines.prepared import prepare_proto
+        from ortgrad.pipelines.preparation import prepare_proto
 
     with forks_wait(), diagnosing(model):
         return prepare_proto(model, kernels, bodies=bodies, internal=internal)

@@ -150,7 +150,7 @@ def build_models(
 def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx.ModelProto:
     from ortgrad.graph.serialization import read, write
     from ortgrad.passes.portable import make_portable
-    from ortgrad.pipelines.gradients import build
+    from ortgrad.pipelines.backward_graph import build
     from ortgrad.training.forms import use_internal_batch_norm
 
     finish = (use_internal_batch_norm, make_portable)
