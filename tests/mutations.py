@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from test_malformed_calls import CASES, make_model, numbers
 
 import ortgrad
-from ortgrad.fusion.kernel import NAMES
+from ortgrad.lowering.fusion.kernel import NAMES
 from ortgrad.operators.call import EMPTY_PREFIX, make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, INTERNAL_DOMAIN, Operator, all_operators
 

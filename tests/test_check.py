@@ -20,8 +20,8 @@ from ortgrad.check import comparison
 from ortgrad.check.differences import derivative, noise_of
 from ortgrad.check.double_precision import in_double
 from ortgrad.check.randomness import with_fixed_draws, with_marked_draws
-from ortgrad.check.sessions import Backward
-from ortgrad.check.targets import differentiable
+from ortgrad.check.reachable import differentiable
+from ortgrad.check.running import Backward
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 agraph (float[N,3] x, int64 k) => (float[N,3] y, int64 n, float[N,3] z)

@@ -15,7 +15,7 @@ from onnx import helper
 from ortgrad.check.double_forms import FORMS, with_double_forms
 from ortgrad.check.double_precision import in_double
 from ortgrad.check.reference import on_reference
-from ortgrad.check.sessions import on_onnxruntime
+from ortgrad.check.running import on_onnxruntime
 
 Arrays = dict[str, np.ndarray]
 IMAGE, SIGNAL = (2, 4, 9, 11), (2, 4, 13)

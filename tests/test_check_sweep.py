@@ -14,7 +14,7 @@ import pytest
 
 import ortgrad
 from ortgrad.check import GradientCheck
-from ortgrad.check.sessions import Backward
+from ortgrad.check.running import Backward
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
 # Nodes from x to y, by name.

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import ortgrad
-from ortgrad.check.sessions import Backward
+from ortgrad.check.running import Backward
 from ortgrad.cli import demo, exit_codes, files, main
 from ortgrad.cli.summary import summary
 from ortgrad.pipelines.explain import Explanation

@@ -25,8 +25,8 @@ from ortgrad import nodes
 from ortgrad.compiled import cache, functions, layout, machine_code
 from ortgrad.compiled.source import source_of
 from ortgrad.errors import RegistrationError
-from ortgrad.fusion.kernel import fused_operator
-from ortgrad.fusion.program import Constant, Operand, Program, Step
+from ortgrad.lowering.fusion.kernel import fused_operator
+from ortgrad.lowering.fusion.program import Constant, Operand, Program, Step
 from ortgrad.operators.compiled import CompiledKernel, Plan, elementwise_plan
 from ortgrad.operators.declaration import Operator, all_operators
 from ortgrad.runtime import c_api, plans

@@ -17,7 +17,7 @@ from scaling_models import chain
 import ortgrad
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.graph import validation
-from ortgrad.graph.loading import judging
+from ortgrad.graph.loading import diagnosing
 from ortgrad.graph.recorder import Recorder
 from ortgrad.pipelines.explain import explain
 
@@ -149,13 +149,16 @@ def test_a_branch_that_is_missing() -> None:
 def test_an_invalid_model_is_told_from_an_error_of_ours() -> None:
     valid, invalid = _regression(), _regression()
     invalid.graph.initializer[0].dims[:] = [2, 3]
-    with pytest.raises(ZeroDivisionError), judging(valid):
+    with pytest.raises(ZeroDivisionError), diagnosing(valid):
         _ = 1 / 0
-    with pytest.raises(ortgrad.ModelError, match=r"not valid.*ZeroDivisionError") as caught, judging(invalid):
+    with (
+        pytest.raises(ortgrad.ModelError, match=r"not valid.*ZeroDivisionError") as caught,
+        diagnosing(invalid),
+    ):
         _ = 1 / 0
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     for passed in (ortgrad.NodeError("x"), KeyboardInterrupt(), MemoryError()):
-        with pytest.raises(type(passed)) as same, judging(invalid):
+        with pytest.raises(type(passed)) as same, diagnosing(invalid):
             raise passed
         assert same.value is passed
 

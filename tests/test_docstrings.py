@@ -15,7 +15,9 @@ PUBLIC = [
     for name in ortgrad.__all__
     if not inspect.isclass(thing := getattr(ortgrad, name)) or not issubclass(thing, Exception)
 ]
-TRAINING = [
+FURTHER = [
+    "runtime.placements.placements",
+    "training.Adam",
     "training.api.CheckpointState",
     "training.api.LinearLRScheduler",
     "training.api.Module",
@@ -48,7 +50,7 @@ sys.exit(doctest.DocTestRunner().run(test).failed)
 """
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *TRAINING])
+@pytest.mark.parametrize("name", [*PUBLIC, *FURTHER])
 def test_example(name: str) -> None:
     """In a process of its own: examples declare operators."""
     command = [sys.executable, "-W", "error", "-c", SCRIPT, name]

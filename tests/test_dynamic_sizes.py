@@ -14,9 +14,9 @@ from onnx import parser
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, RuntimeException
 
 import ortgrad
-from ortgrad.graph.inference import infer_types
-from ortgrad.passes.name_dimensions import name_dimensions
 from ortgrad.pipelines.prepared import prepare_proto
+from ortgrad.shapes.dimension_names import name_dimensions
+from ortgrad.shapes.inference import infer_types
 
 # More may find more; 3000 have passed.
 SEEDS = 100

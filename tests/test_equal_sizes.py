@@ -12,7 +12,7 @@ import pytest
 from onnx import parser
 
 import ortgrad
-from ortgrad.graph.inference import infer_types
+from ortgrad.shapes.inference import infer_types
 
 HEADER = '<ir_version: 10, opset_import: ["" : 22]> main '
 

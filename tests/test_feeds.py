@@ -17,10 +17,10 @@ from test_unknown_ranks import without_ranks
 
 import ortgrad
 from ortgrad.cli import main
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.serialization import read
-from ortgrad.passes.required_ranks import _relations
 from ortgrad.pipelines.explain import explain
+from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.required_ranks import _relations
 
 Arrays = dict[str, np.ndarray]
 

@@ -17,10 +17,10 @@ from test_depthwise import assert_close, pads_of
 from test_malformed_calls import Case
 
 import ortgrad
+from ortgrad.lowering import forward_convolutions
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, find_operator
 from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import dense_conv, is_fastest
-from ortgrad.passes import forward_convolutions
 from ortgrad.pipelines.prepare import prepare_loaded
 
 Geometry = tuple[list[int], list[int], dict[str, Any]]

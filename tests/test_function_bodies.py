@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 import ortgrad
 from ortgrad.autodiff.rules import _rules
 from ortgrad.graph.names import Names
-from ortgrad.passes.schema_functions import open_schema_function
+from ortgrad.graph.schema_functions import open_schema_function
 
 F = TensorProto.FLOAT
 # Per operator: its inputs (element type, shape) and attributes.

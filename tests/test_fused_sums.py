@@ -19,11 +19,11 @@ from support import COMPILES, FASTEST, needs_numba, session_of_passes
 
 import ortgrad
 from ortgrad.errors import NodeError
-from ortgrad.fusion import kernel as fusion
-from ortgrad.fusion.program import Operand, Program, Step, Total
 from ortgrad.graph.serialization import read, write
+from ortgrad.lowering.fusion import fuse as fuse_pass
+from ortgrad.lowering.fusion import kernel as fusion
+from ortgrad.lowering.fusion.program import Operand, Program, Step, Total
 from ortgrad.operators.call import make_call
-from ortgrad.passes import fuse as fuse_pass
 from ortgrad.pipelines.prepare import prepare_loaded
 
 ROW, ONE = Operand("float", True), Operand("float", False)

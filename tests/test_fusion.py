@@ -24,13 +24,13 @@ import ortgrad
 from ortgrad.compiled import functions, mathematics
 from ortgrad.compiled.source import source_of
 from ortgrad.errors import NodeError
-from ortgrad.fusion import kernel as fusion
-from ortgrad.fusion.expressions import COMPILED, TABLE
-from ortgrad.fusion.program import Constant, Operand, Program, Step
 from ortgrad.graph.serialization import read, write
+from ortgrad.lowering.fusion import fuse as fuse_pass
+from ortgrad.lowering.fusion import kernel as fusion
+from ortgrad.lowering.fusion.expressions import COMPILED, TABLE
+from ortgrad.lowering.fusion.fuse import fuse
+from ortgrad.lowering.fusion.program import Constant, Operand, Program, Step
 from ortgrad.operators.compiled import CompiledKernel
-from ortgrad.passes import fuse as fuse_pass
-from ortgrad.passes.fuse import fuse
 from ortgrad.pipelines.prepare import prepare_loaded
 
 Arrays = dict[str, np.ndarray]

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.errors import ModelError
-from ortgrad.graph.inference import infer_types
+from ortgrad.shapes.inference import infer_types
 
 
 def node_tests() -> Iterator[tuple[str, onnx.ModelProto, list[Any], list[Any]]]:

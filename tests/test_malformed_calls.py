@@ -26,7 +26,7 @@ import pytest
 import ortgrad
 from ortgrad import nodes
 from ortgrad.compiled import machine_code
-from ortgrad.operators.assertions import REQUIRES, explain
+from ortgrad.operators.assertions import REQUIRES, failed_check
 from ortgrad.operators.declaration import Parameter, all_operators, find_operator
 
 Arrays = dict[str, np.ndarray]
@@ -892,11 +892,13 @@ def test_the_error_of_a_body_names_node_operator_and_reason() -> None:
     session = ortgrad.InferenceSession(relu(dY=["N", "C"], X=["M", "D"]), quiet(), kernels="onnx")
     with pytest.raises(Exception) as caught:
         session.run(None, wrong)
-    error = caught.value if isinstance(caught.value, ortgrad.KernelError) else explain(str(caught.value))
+    error = caught.value if isinstance(caught.value, ortgrad.KernelError) else failed_check(str(caught.value))
     assert error is not None
     assert (error.node, error.operator) == ("the/node", "ReluGrad")
     assert error.reason == "it requires dY [*S], X [*S]"
-    assert explain("Non-zero status code returned while running Add. Name:'x' Status Message: no") is None
+    assert (
+        failed_check("Non-zero status code returned while running Add. Name:'x' Status Message: no") is None
+    )
 
 
 def test_built_models_compare_nothing_but_seeds() -> None:

@@ -20,7 +20,7 @@ from test_onnx_node_gradients import ORT_ERRORS
 from test_transposes import make_session
 
 import ortgrad
-from ortgrad.graph.inference import infer_types
+from ortgrad.shapes.inference import infer_types
 
 # Kernel, stride, head and tail padding, dilation.
 WINDOWS = [

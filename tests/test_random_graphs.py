@@ -11,7 +11,7 @@ from graph_builder import OPERATORS, all_nodes, generate
 from random_graphs import FAILURES, REFUSED, RIGHT, UNUSABLE, WAYS, check, describe, minimise, shrink
 
 import ortgrad
-from ortgrad.passes import fuse
+from ortgrad.lowering.fusion import fuse
 
 CHUNKS, PER_CHUNK = 8, 8
 # The only refusals that are right: an operator whose rule needs the rank, on a value whose rank nobody

@@ -11,7 +11,7 @@ from support import needs_numba
 
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.operators.declaration import all_operators
-from ortgrad.operators.products import Operation, operations
+from ortgrad.operators.gemm import Operation, operations
 
 THREADS = (1, 2, 3, 4, 8)
 # Of kinds with products, a case whose result would depend on threads.

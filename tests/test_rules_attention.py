@@ -16,7 +16,7 @@ from onnx import helper
 from rule_support import check_against_torch, check_rule, gradients
 
 import ortgrad
-from ortgrad.graph.inference import infer_types
+from ortgrad.shapes.inference import infer_types
 
 BATCH, LENGTH, KEYS, WIDTH = 2, 4, 6, 8
 NAMES = ["q", "k", "v", "mask", "past_k", "past_v", "lengths"]

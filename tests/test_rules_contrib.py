@@ -35,9 +35,10 @@ from torch.nn import functional
 
 import ortgrad
 from ortgrad.autodiff import rules
+from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.definitions import all_definitions, all_reasons, definition
 from ortgrad.graph.names import Names
-from ortgrad.passes.definitions import infer_defined_types, put_definition
+from ortgrad.shapes.defined_types import infer_defined_types
 
 
 def defined(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -10,7 +10,7 @@ from onnx import parser
 
 import ortgrad
 from ortgrad.graph.serialization import read, write
-from ortgrad.passes.slices import join_slices
+from ortgrad.lowering.slices import join_slices
 from ortgrad.pipelines.prepare import prepare_loaded
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'

@@ -15,11 +15,11 @@ from test_forward_convolutions import ACTIVATIONS, case_of, conv_model, expect, 
 from test_malformed_calls import Case
 
 import ortgrad
+from ortgrad.lowering import forward_convolutions
+from ortgrad.lowering import winograd as pass_of_gradients
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, find_operator
 from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.winograd import winograd_conv, winograd_conv_grad
-from ortgrad.passes import forward_convolutions
-from ortgrad.passes import winograd as pass_of_gradients
 from ortgrad.pipelines.prepare import prepare_loaded
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")

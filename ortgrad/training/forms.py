@@ -8,14 +8,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortgrad.graph.bodies import is_body
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.passes.attach import is_body
+from ortgrad.passes import run
 from ortgrad.passes.inline import inline
 from ortgrad.passes.tidy import remove_unused
-from ortgrad.pipelines.opening import OPENING, run
+from ortgrad.pipelines.opening import OPENING
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.models import ACCUMULATOR
 

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
-from ortgrad.graph.loading import judging, load_model
+from ortgrad.graph.loading import diagnosing, load_model
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
@@ -161,7 +161,7 @@ def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx
         return write(model, forward)
     scalar = _scalar(forward, loss)
     try:
-        with judging(forward):
+        with diagnosing(forward):
             built, stopped, _ = build(forward, wrt, [scalar], finish=finish)
     except TrainingModelError:
         raise
