@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support import GOLDEN, PATIENCE, assert_close
+from support import GOLDEN, PATIENCE, ROOT, assert_close
 from support.big_artifacts import big_artifacts, load
 
 import ortgrad
@@ -1055,7 +1055,7 @@ def test_ctrl_c_during_a_training_step(tmp_path: Path) -> None:
     script = f"""
 import os, signal, threading, sys
 import numpy as np
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(ROOT / "tests")!r})
 from pathlib import Path
 from support.big_artifacts import big_artifacts, load
 from ortgrad.errors import TrainingError

@@ -5,13 +5,14 @@ can be computed ahead, may have only constants as inputs there. The results are 
 onnxruntime, which runs the bodies in the file.
 
     python tests/gradients/test_constant_nodes.py --count 500   # random models
-    python tests/gradients/test_constant_nodes.py model.onnx    # model files, towards all float inputs and parameters
+    python tests/gradients/test_constant_nodes.py model.onnx    # towards all float inputs and parameters
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +22,14 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import needs_numba, session_of_passes
 
 import ortgrad
 from ortgrad.pipelines.prepare import prepare_loaded
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import needs_numba, session_of_passes
 
 Arrays = dict[str, np.ndarray]
 WAYS = ("auto", "onnx")

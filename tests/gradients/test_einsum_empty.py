@@ -7,12 +7,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import PATIENCE
+from support import PATIENCE, ROOT
 from support.rules import one_node
 from support.sessions import make_session, run
 
@@ -83,11 +82,10 @@ def main() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a signal ends a process, and a new one takes seconds")
 def test_gradients_of_empty_operands() -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), *sys.path])
+    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     # Not in this process: it has threads, which a fork does not copy.
     done = subprocess.run(
-        [sys.executable, "-c", "import test_einsum_empty; test_einsum_empty.main()"],
+        [sys.executable, "-c", "from gradients import test_einsum_empty; test_einsum_empty.main()"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-import test_pointwise
 from support import assert_close, run_node
+from support import pointwise as pointwise_cases
 from support.calls import Case
 from support.compiled import checked_tasks
 from support.convolutions import expected, make_feeds, node_for
@@ -173,22 +173,22 @@ def test_what_is_not_finite_goes_where_it_goes_in_numpy(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_pointwise_gradients(dx: bool, dw: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, dx=dx, dw=dw)
-    for name in test_pointwise.CASES:
-        arrays, right = test_pointwise.arrays_of(name, dtype)
-        session = ortgrad.InferenceSession(test_pointwise.model_of(name, dtype))
-        for output, value in zip(test_pointwise.OUTPUTS, session.run(None, arrays), strict=True):
+    for name in pointwise_cases.CASES:
+        arrays, right = pointwise_cases.arrays_of(name, dtype)
+        session = ortgrad.InferenceSession(pointwise_cases.model_of(name, dtype))
+        for output, value in zip(pointwise_cases.OUTPUTS, session.run(None, arrays), strict=True):
             assert_close(value, right[output], TOLERANCES[dtype])
 
 
 def test_no_pointwise_kernel_reads_or_writes_outside_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, dx=True, dw=True)
-    test_pointwise.test_no_kernel_reads_or_writes_outside_its_tensors()
+    pointwise_cases.check_memory()
 
 
 @pytest.mark.parametrize("where", ["dY", "X", "W"])
 def test_pointwise_numbers_that_are_not_finite(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, dx=True, dw=True)
-    test_pointwise.test_numbers_that_are_not_finite(np.inf, where)
+    pointwise_cases.check_special(np.inf, where)
 
 
 def plan_of(x: list[int], w: list[int], attributes: dict[str, Any]) -> Plan | None:

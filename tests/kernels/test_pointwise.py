@@ -8,9 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from support import COMPILES, needs_numba
-from support.calls import Case
-from support.compiled import checked_tasks
-from support.pointwise import CASES, OUTPUTS, arrays_of, assert_close, model_of
+from support.pointwise import CASES, OUTPUTS, arrays_of, assert_close, check_memory, check_special, model_of
 
 import ortgrad
 from ortgrad import nodes
@@ -54,13 +52,7 @@ def test_one_gradient(name: str, wanted: str) -> None:
 
 @needs_numba
 def test_no_kernel_reads_or_writes_outside_its_tensors() -> None:
-    """Numba's checks raise an IndexError; a result that was not written is NaN."""
-    for name, (shape, _, attributes) in CASES.items():
-        arrays, expected = arrays_of(name, "float32")
-        results = checked_tasks(pointwise_conv_grad, Case("PointwiseConvGrad", arrays, attributes))
-        assert (results is None) == (0 in shape)
-        for output, value in zip(OUTPUTS, results or (), strict=bool(results)):
-            assert_close(value, expected[output])
+    check_memory()
 
 
 @needs_numba
@@ -80,13 +72,7 @@ def test_results_do_not_depend_on_threads(name: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["dY", "X", "W"])
 def test_numbers_that_are_not_finite(value: float, where: str) -> None:
-    session = ortgrad.InferenceSession(model_of("samples are joined", "float32"))
-    arrays, _ = arrays_of("samples are joined", "float32")
-    arrays[where].reshape(-1)[arrays[where].size // 2] = value
-    with np.errstate(invalid="ignore"):
-        expected = pointwise_conv_grad(*arrays.values())
-    for actual, right in zip(session.run(None, arrays), expected, strict=True):
-        np.testing.assert_allclose(actual, right, rtol=1e-4, atol=1e-4)
+    check_special(value, where)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support.calls import CASES, ORT_ERRORS, WAYS, Arrays, Case, integers, make_model, numbers, quiet
 
 import ortgrad
 from ortgrad import nodes
 from ortgrad.operators.assertions import REQUIRES, explain
 from ortgrad.operators.declaration import Parameter, all_operators, find_operator
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.calls import CASES, ORT_ERRORS, WAYS, Arrays, Case, integers, make_model, numbers, quiet
 
 # Sessions of onnxruntime itself.
 OTHERS = ("plain", "registered")

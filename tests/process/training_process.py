@@ -17,6 +17,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from support import PATIENCE
 
 TEXT = """<ir_version: 8, opset_import: ["": 18]>

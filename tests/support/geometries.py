@@ -1,4 +1,4 @@
-"""Geometries of convolutions."""
+"""Geometries of convolutions, and how exact their results are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 import support
-from support import assert_close
 
 Geometry = tuple[list[int], list[int], dict[str, Any]]
 

@@ -8,8 +8,12 @@ import numpy as np
 import onnx
 import torch
 
+import ortgrad
 import support
 from ortgrad import nodes
+from ortgrad.ops.pointwise import pointwise_conv_grad
+from support.calls import Case
+from support.compiled import checked_tasks
 
 # The shape of X, the number of filters, attributes
 CASES: dict[str, tuple[list[int], int, dict[str, Any]]] = {
@@ -62,3 +66,23 @@ def model_of(name: str, dtype: str, outputs: Any = OUTPUTS, *, dynamic: bool = F
 
 def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
     support.assert_close(actual, expected, {"float32": 2e-5, "float64": 1e-12}[expected.dtype.name])
+
+
+def check_memory() -> None:
+    """Numba's checks raise an IndexError; a result that was not written is NaN."""
+    for name, (shape, _, attributes) in CASES.items():
+        arrays, expected = arrays_of(name, "float32")
+        results = checked_tasks(pointwise_conv_grad, Case("PointwiseConvGrad", arrays, attributes))
+        assert (results is None) == (0 in shape)
+        for output, value in zip(OUTPUTS, results or (), strict=bool(results)):
+            assert_close(value, expected[output])
+
+
+def check_special(value: float, where: str) -> None:
+    session = ortgrad.InferenceSession(model_of("samples are joined", "float32"))
+    arrays, _ = arrays_of("samples are joined", "float32")
+    arrays[where].reshape(-1)[arrays[where].size // 2] = value
+    with np.errstate(invalid="ignore"):
+        expected = pointwise_conv_grad(*arrays.values())
+    for actual, right in zip(session.run(None, arrays), expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,6 @@ import onnxruntime
 import ortgrad
 from support.node_tests import ORT_ERRORS
 from support.rules import Arrays
-from support.sessions import forward, make_session, run
 
 Level = onnxruntime.GraphOptimizationLevel
 

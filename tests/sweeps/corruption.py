@@ -1,6 +1,6 @@
 """Damaged model files, the same ones every time, and what ortgrad makes of them.
 
-    python tests/sweeps/corruption.py --count 1000    # a table of outcomes; the exit code is 1 if one is not allowed
+    python tests/sweeps/corruption.py --count 1000    # a table of outcomes; exits with 1 if one is wrong
     python tests/sweeps/corruption.py --show 17       # what happens to file 17, with tracebacks
 
 Files are tried in another process, so that a crash or an endless loop is the outcome of that file and of
@@ -32,6 +32,10 @@ import onnx
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from onnx import TensorProto, helper, numpy_helper, parser
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from support import ROOT
 
 TIME_LIMIT = 300.0  # seconds for one step on any machine: what takes longer hangs

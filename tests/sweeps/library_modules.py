@@ -19,10 +19,16 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from support.exported_parameters import (
     WAYS,
     compare,
@@ -34,7 +40,6 @@ from support.exported_parameters import (
     wrong_modules,
     wrong_names,
 )
-from torch import nn
 
 Case = tuple[nn.Module, tuple[Any, ...]]
 

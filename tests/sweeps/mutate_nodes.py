@@ -27,19 +27,24 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import onnx
 import onnxruntime
-from support import node_mutations as mutations
-from support import session_of_passes
 
 import ortgrad
 from ortgrad.compiled import machine_code
 from ortgrad.graph.loading import onnxruntime_errors
 from ortgrad.runtime import session as runtime_session
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import node_mutations as mutations
+from support import session_of_passes
 
 SECONDS = 10
 MEMORY = 2 << 30

@@ -1,6 +1,6 @@
 """Random graphs: their gradients compared with float64 differences, in all ways to run them.
 
-    python tests/sweeps/random_graphs.py --count 5000 --seed 0 --jobs 2   # a summary, and what failed, made small
+    python tests/sweeps/random_graphs.py --count 5000 --seed 0 --jobs 2   # a summary, and failures made small
     python tests/sweeps/random_graphs.py --show 17                        # one model as text
     python tests/sweeps/random_graphs.py --shrink 17                      # one failing model, made small
 
@@ -29,6 +29,12 @@ import onnx
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state as ort_state
 from onnx import helper, numpy_helper
+
+import ortgrad
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from support import graph_operators  # noqa: F401  (declares the operators)
 from support.graph_builder import (
     Arrays,
@@ -37,8 +43,6 @@ from support.graph_builder import (
     in_float32,
 )
 from support.reference_ops import evaluator
-
-import ortgrad
 
 ORT_ERRORS: tuple[type[Exception], ...] = tuple(
     e for e in vars(ort_state).values() if isinstance(e, type) and issubclass(e, Exception)

@@ -18,15 +18,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import onnxruntime
-from support.kernel_cases import KINDS, Case, generate
 
 import ortgrad
 from ortgrad.pipelines.prepare import prepare_loaded
 from ortgrad.runtime import plans
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.kernel_cases import KINDS, Case, generate
 
 THREADS = (1, 2, 4)
 # onnxruntime's operators whose roundings depend on how it divides them among threads.

@@ -28,13 +28,17 @@ from unittest import mock
 
 import onnx
 import onnx_ir as ir
-from support.scaling_models import FLOAT, MODELS
 
 import ortgrad
 from ortgrad import training
 from ortgrad.check.gradients import check_gradients
 from ortgrad.pipelines import explain as explaining
 from ortgrad.training import artifacts
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.scaling_models import FLOAT, MODELS
 
 # Ways
 

@@ -1,4 +1,4 @@
-"""Nodes in which something is not as it should be: a slice of `python tests/sweeps/mutate_nodes.py --count 2000`."""
+"""Nodes in which something is wrong: a slice of `python tests/sweeps/mutate_nodes.py --count 2000`."""
 
 from __future__ import annotations
 

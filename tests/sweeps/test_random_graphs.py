@@ -1,4 +1,4 @@
-"""Random graphs give the right gradients in all ways; `python tests/sweeps/random_graphs.py` runs thousands."""
+"""Random graphs give the right gradients in all ways; `tests/sweeps/random_graphs.py` runs thousands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled kernels are right, and do not depend on the number of threads; see `tests/sweeps/random_kernels.py`."""
+"""Compiled kernels are right, and do not depend on the threads; see `tests/sweeps/random_kernels.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of PyTorch's own tests have its gradients; `python tests/sweeps/torch_operators.py` runs them all."""
+"""Samples of PyTorch's own tests have its gradients; `tests/sweeps/torch_operators.py` runs them all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """PyTorch's own operator and module tests through export: gradients compared with those of autograd.
 
-    python tests/sweeps/torch_operators.py --jobs 2                        # four samples of each, both exporters
+    python tests/sweeps/torch_operators.py --jobs 2                        # four samples, both exporters
     python tests/sweeps/torch_operators.py --exporters script --samples 1  # in minutes
-    python tests/sweeps/torch_operators.py --only nn.functional.pad        # entries whose name contains this
-    python tests/sweeps/torch_operators.py --models FOLDER                 # keep exported models for the next time
+    python tests/sweeps/torch_operators.py --only nn.functional.pad        # entries with this in the name
+    python tests/sweeps/torch_operators.py --models FOLDER                 # keep exported models
 
 A table of what became of the samples, and all that is wrong, refused or failed. Where the exported model
 computes something else than PyTorch, which is the exporter's doing, finite differences judge its gradients.
@@ -34,6 +34,9 @@ import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state as ort_state
 
 import ortgrad
+
+# Started as a script, Python finds the modules of tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 if TYPE_CHECKING:
     from support.torch_samples import Sample
