@@ -29,7 +29,7 @@ from ortgrad.pipelines.prepare import prepare_loaded
 # Started as a script, Python finds the modules of tests.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import needs_numba, session_of_passes
+from support import amount, needs_numba, session_of_passes
 
 Arrays = dict[str, np.ndarray]
 WAYS = ("auto", "onnx")
@@ -221,7 +221,7 @@ def check(seed: int, folder: Path) -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(amount(6, 500)))
 def test_random_models(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 

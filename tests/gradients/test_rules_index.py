@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import KERNELS, assert_close, run_node
+from support import KERNELS, amount, assert_close, run_node
 from support.rules import check_against_torch, check_rule, gradients, one_node
 
 import ortgrad
@@ -261,7 +261,7 @@ def gathers(draw: Any) -> tuple[tuple[int, ...], int, np.ndarray]:
     return shape, axis, np.random.default_rng(seed).integers(-length, length, count)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True)
 @given(gathers())
 def test_gather_grad(case: tuple[tuple[int, ...], int, np.ndarray]) -> None:
     shape, axis, indices = case

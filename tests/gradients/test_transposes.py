@@ -2,12 +2,11 @@
 
 onnxruntime moves a Transpose past the nodes behind it and rewrites their axes. Each rule's node stands here
 between transposes (and squeezes, reshapes), so that there are some on both sides of the gradient's nodes.
-ORTGRAD_SWEEP=all in the environment runs every node in all layouts, ways and levels.
+--sweep runs every node in all layouts, ways and levels.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
+from support import LONG
 from support.node_tests import Case as Slopes
 from support.node_tests import Measured, measure
 from support.rule_cases import CASES
@@ -26,10 +26,9 @@ from support.sessions import LEVELS, make_session, run
 import ortgrad
 from ortgrad.autodiff.rules import all_rules
 
-ALL = os.environ.get("ORTGRAD_SWEEP") == "all"
 LAYOUTS = ("turned", "channels last", "squeezed", "reshaped")
 RUNS = [(way, "all") for way in ("auto", "python", "plain")]
-if ALL:
+if LONG:
     RUNS = [(w, level) for w in ("auto", "python", "onnx", "plain", "registered") for level in LEVELS]
 # Its rules need subgraphs, or inputs that only a gradient has.
 WITHOUT_CASES = {
@@ -171,7 +170,7 @@ def test_between_transposes(index: int) -> None:
     found = []
     for number, layout in enumerate(LAYOUTS):
         for symbolic in (False, True):
-            if ALL or (number == index % 4 and symbolic == bool(index % 3 == 0)):
+            if LONG or (number == index % 4 and symbolic == bool(index % 3 == 0)):
                 found += problems(index, layout, symbolic=symbolic)
     assert not found, "\n".join(found)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from support import assert_close, run_node
+from support import amount, assert_close, run_node
 from support.calls import Case
 from support.compiled import checked_tasks
 from support.convolutions import expected, make_feeds, node_for
@@ -43,7 +43,7 @@ def test_chosen_geometries(case: str, dtype: str, without_the_numpy_kernel: None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(amount(4, 60)))
 def test_random_geometries(seed: int, dtype: str, without_the_numpy_kernel: None) -> None:
     random = np.random.default_rng(seed)
     for _ in range(15):
@@ -64,7 +64,7 @@ def test_no_index_is_outside_of_its_tensor() -> None:
     ]
     for x, w, attributes in [
         *(CHOSEN[name] for name in names),
-        *(random_geometry(random) for _ in range(10)),
+        *(random_geometry(random) for _ in range(amount(10, 200))),
     ]:
         feeds = make_feeds(x, w, attributes, np.float32)
         outputs = checked_tasks(conv_grad, Case("ConvGrad", feeds, attributes))

@@ -12,6 +12,7 @@ import pytest
 import support
 import torch
 from onnx import helper
+from support import amount
 from support.calls import WAYS, Case
 from support.compiled import checked_tasks
 from support.geometries import assert_close, pads_of
@@ -98,7 +99,7 @@ def random_geometry(seed: int) -> Geometry:
     )
 
 
-GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(30)}}
+GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(amount(30, 300))}}
 
 
 def convolve(x: torch.Tensor, w: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from support import assert_close, run_node
+from support import amount, assert_close, run_node
 from support import pointwise as pointwise_cases
 from support.calls import Case
 from support.compiled import checked_tasks
@@ -130,7 +130,7 @@ def convolution(x: np.ndarray, w: np.ndarray, attributes: dict[str, Any]) -> np.
 def test_no_index_is_outside_of_its_tensor(few_only: None) -> None:
     random = np.random.default_rng(2)
     small = [FEW[name] for name in FEW if name != "divided"]
-    for x, w, attributes in [*small, *(random_geometry(random) for _ in range(5))]:
+    for x, w, attributes in [*small, *(random_geometry(random) for _ in range(amount(5, 100)))]:
         feeds = make_feeds(x, w, attributes, np.float32)
         outputs = checked_tasks(conv_grad, Case("ConvGrad", feeds, attributes))
         for actual, right in zip(outputs or [], expected(feeds, attributes).values(), strict=True):

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import helper
-from support import COMPILES, FASTEST, needs_numba
+from support import COMPILES, FASTEST, amount, needs_numba
 from support.compiled import checked_tasks
 from support.forward_convolutions import (
     ACTIVATIONS,
@@ -97,7 +97,7 @@ def random_geometry(seed: int) -> Geometry:
     )
 
 
-GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(24)}}
+GEOMETRIES = {**CASES, **{f"random {seed}": random_geometry(seed) for seed in range(amount(24, 240))}}
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import COMPILES, FASTEST, KERNELS, needs_numba, session_of_passes
+from support import COMPILES, FASTEST, KERNELS, amount, needs_numba, session_of_passes
 
 import ortgrad
 from ortgrad.compiled import functions, mathematics
@@ -472,7 +472,7 @@ def feeds_of(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int = 0) ->
 
 
 @pytest.mark.parametrize("element", ["float32", "float64"])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(amount(25, 500)))
 def test_random_graphs(seed: int, element: str) -> None:
     model = random_graph(seed, element)
     sessions = session_of_passes(fused(model))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from support import assert_close, run_node
+from support import amount, assert_close, run_node
 from support.calls import Case
 from support.compiled import checked_tasks
 from support.convolutions import expected, make_feeds, node_for
@@ -65,7 +65,7 @@ def random_geometry(seed: int) -> Geometry:
     return x, [filters, channels, 3, 3], {"pads": pads.tolist()}
 
 
-GEOMETRIES |= {f"random {seed}": random_geometry(seed) for seed in range(12)}
+GEOMETRIES |= {f"random {seed}": random_geometry(seed) for seed in range(amount(12, 120))}
 SLOW_WITH_CHECKS = {f"random {seed}" for seed in range(4, 12)}
 DTYPES = {name: "float64" if i % 3 == 2 else "float32" for i, name in enumerate(GEOMETRIES)}
 TOLERANCES = {"float32": 2e-5, "float64": 1e-12}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
-from support import KERNELS, assert_close, run_node
+from support import KERNELS, amount, assert_close, run_node
 
 import ortgrad
 from ortgrad.errors import KernelError
@@ -41,7 +41,7 @@ def test_sums_and_overwrites(
     assert_close(result["total"], expected.numpy(), 0)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=amount(10, 200), deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=4).map(tuple),
     kernels=st.sampled_from(KERNELS),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
+from support import KERNELS, amount, assert_close, directional_derivative, run_node, symbolic_shapes
 
 import ortgrad
 from ortgrad.errors import KernelError, NodeError
@@ -114,7 +114,7 @@ def test_large_arrays_are_cut_into_pieces_without_loss(activation: Activation, k
     assert_close(actual, by_autograd(activation, x, dy, b), TOLERANCE["float32"])
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=amount(20, 400), deadline=None, derandomize=True)
 @given(
     activation=st.sampled_from(ACTIVATIONS),
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),

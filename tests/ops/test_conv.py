@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import KERNELS, assert_close, directional_derivative, run_node
+from support import KERNELS, amount, assert_close, directional_derivative, run_node
 from support.convolutions import expected, forward, make_feeds, node_for
 
 import ortgrad
@@ -293,7 +293,7 @@ def convolutions(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]
     )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=amount(20, 400), deadline=None, derandomize=True)
 @given(convolutions())
 def test_any_convolution(case: tuple[list[int], list[int], dict[str, Any]]) -> None:
     x_shape, w_shape, attributes = case

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
-from support import KERNELS, assert_close, directional_derivative, run_node
+from support import KERNELS, amount, assert_close, directional_derivative, run_node
 
 import ortgrad
 from ortgrad.errors import KernelError
@@ -50,7 +50,7 @@ def test_against_pytorch(operator: str, dtype: str, kernels: str) -> None:
             assert_close(actual, by_autograd(dy, mask, exact), TOLERANCE[dtype])
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=amount(15, 300), deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
     ratio=st.floats(0, 0.984375, width=32),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
-from support import BODIES, KERNELS, assert_close, directional_derivative, run_node, symbolic_shapes
+from support import BODIES, KERNELS, amount, assert_close, directional_derivative, run_node, symbolic_shapes
 from support.recurrent import FUNCTIONS
 
 import ortgrad
@@ -433,7 +433,7 @@ def any_case(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True)
 @given(case=any_case())
 def test_gradient_for_any_shape(case: Case, kernels: str) -> None:
     check(case, np.float64, kernels)

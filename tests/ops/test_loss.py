@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import KERNELS, assert_close, directional_derivative, symbolic_shapes
+from support import KERNELS, amount, assert_close, directional_derivative, symbolic_shapes
 
 import ortgrad
 from ortgrad.errors import KernelError, NodeError
@@ -90,7 +90,7 @@ def test_labels_may_be_int32(ignore: int | None, kernels: str) -> None:
     check((5, 4, 2), "mean", True, ignore, "float32", kernels, label_type="int32")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple),
     reduction=st.sampled_from(REDUCTIONS),

@@ -17,6 +17,7 @@ from support import (
     COMPILES,
     FASTEST,
     KERNELS,
+    amount,
     assert_close,
     directional_derivative,
     run_node,
@@ -268,7 +269,7 @@ def any_case(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True)
 @given(case=any_case())
 def test_gradient_for_any_shape(case: Case, kernels: str) -> None:
     check(case, np.float64, kernels)

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper
-from support import needs_numba
+from support import amount, needs_numba
 from support.calls import Case
 from support.compiled import checked_tasks
 
@@ -76,7 +76,7 @@ SQUARES: dict[str, Geometry] = {
     f"2x2 in rows of {count}": ([2, 3, 5, 2 * count + count % 2], {"kernel_shape": [2, 2], "strides": [2, 2]})
     for count in ROWS
 }
-RANDOM = {f"random {seed}": random_geometry(seed) for seed in range(40)}
+RANDOM = {f"random {seed}": random_geometry(seed) for seed in range(amount(40, 400))}
 GEOMETRIES = {**CASES, **SQUARES, **RANDOM}
 
 

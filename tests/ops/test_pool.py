@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
-from support import KERNELS, assert_close, directional_derivative, run_node
+from support import KERNELS, amount, assert_close, directional_derivative, run_node
 
 import ortgrad
 from ortgrad.nodes import average_pool_grad, max_pool_grad
@@ -252,7 +252,7 @@ def pools(draw: st.DrawFn) -> Pool:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True, database=None)
 @given(pool=pools(), include=st.integers(0, 1))
 def test_average_pool_of_any_windows(kernels: str, pool: Pool, include: int) -> None:
     pool = Pool(pool.shape, {**pool.attributes, "count_include_pad": include})
@@ -262,7 +262,7 @@ def test_average_pool_of_any_windows(kernels: str, pool: Pool, include: int) -> 
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True, database=None)
 @given(pool=pools(), order=st.integers(0, 1))
 def test_max_pool_of_any_windows(kernels: str, pool: Pool, order: int) -> None:
     rng = np.random.default_rng(6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import KERNELS, assert_close, directional_derivative, run_node
+from support import KERNELS, amount, assert_close, directional_derivative, run_node
 
 import ortgrad
 from ortgrad.errors import KernelError, NodeError
@@ -76,7 +76,7 @@ def test_large_arrays(operator: str, kernels: str) -> None:
     check(operator, (30_000, 3, 2), 1, "float32", kernels)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=amount(25, 500), deadline=None, derandomize=True)
 @given(
     operator=st.sampled_from(OPERATORS),
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),

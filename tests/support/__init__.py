@@ -31,6 +31,15 @@ KERNELS: tuple[Kernels, ...] = ("python", "onnx", FASTEST)
 # Those with which the body of a recurrence runs: "auto" is among KERNELS only without Numba.
 BODIES: tuple[Kernels, ...] = ("onnx", "auto")
 
+# Whether pytest was called with --sweep.
+LONG = False
+
+
+def amount(normal: int, long: int) -> int:
+    """The number of random cases to try: `long` with --sweep."""
+    return long if LONG else normal
+
+
 # For tests of compiled kernels only. What others compute is tested without Numba as well.
 needs_numba = pytest.mark.skipif(not COMPILES, reason="kernels are compiled by Numba, which is optional")
 

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
+from support import amount
 from sweeps.corruption import TEXTS, Worker, corrupted, is_allowed
 
 import ortgrad
@@ -19,8 +20,7 @@ from ortgrad.graph.loading import judging
 from ortgrad.graph.recorder import Recorder
 from ortgrad.pipelines.explain import explain
 
-# `python tests/sweeps/corruption.py --count 1000` tries more.
-FILES = range(30)
+FILES = range(amount(30, 1000))
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "local" : 1]>'
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from support import amount
 from support import node_mutations as mutations
 from support.calls import CASES, make_model
 from sweeps import mutate_nodes
@@ -23,7 +24,7 @@ from ortgrad.operators.declaration import LIMITS, all_operators
 from ortgrad.ops._windows import windows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of processes")
-SEEDS = (*range(0, 2000, 167), 77, 111, 149, 168)
+SEEDS = (*range(0, 2000, amount(167, 1)), 77, 111, 149, 168, 20785)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from support import amount
 from support.graph_builder import OPERATORS, all_nodes, generate
 from sweeps import random_graphs
 from sweeps.random_graphs import FAILURES, REFUSED, RIGHT, UNUSABLE, WAYS, check, describe, minimise, shrink
@@ -13,7 +14,7 @@ from sweeps.random_graphs import FAILURES, REFUSED, RIGHT, UNUSABLE, WAYS, check
 import ortgrad
 from ortgrad.passes import fuse
 
-CHUNKS, PER_CHUNK = 8, 8
+CHUNKS, PER_CHUNK = amount(8, 125), 8
 # The only refusals that are right: an operator whose rule needs the rank, on a value whose rank nobody
 # declares, and operators that onnx's converter does not know in a model of an old opset.
 ACCEPTED = ("number of dimensions", "onnx's converter cannot convert it")

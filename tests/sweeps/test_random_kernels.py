@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
-from support import needs_numba
+from support import amount, needs_numba
 from support.kernel_cases import KINDS, generate
 from sweeps.random_kernels import check
 
@@ -23,7 +23,9 @@ FURTHER = [("winograd_convolution", 1), ("loss", 5)]
 @needs_numba
 def test_results_are_right_on_any_number_of_threads() -> None:
     kernels: set[str] = set()
-    for kind, seed in [*((kind, SEEDS.get(kind, 0)) for kind in KINDS), *FURTHER]:
+    cases = [*((kind, SEEDS.get(kind, 0)) for kind in KINDS), *FURTHER]
+    cases += [(kind, seed) for kind in KINDS for seed in range(10, amount(10, 60))]
+    for kind, seed in cases:
         outcome = check(generate(kind, seed), THREADS)
         assert (outcome.wrong, outcome.depends) == ("", ""), f"{kind} {seed}"
         kernels.update(outcome.kernels)

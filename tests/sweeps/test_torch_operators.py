@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from support import amount
 from sweeps.torch_operators import FAILURES, RIGHT, WRONG, differs, judge
 
 
-@pytest.mark.parametrize(("exporter", "drawn", "right"), [("script", 80, 25), ("dynamo", 12, 4)])
+@pytest.mark.parametrize(
+    ("exporter", "drawn", "right"), [("script", amount(80, 2000), 25), ("dynamo", amount(12, 300), 4)]
+)
 def test_samples(exporter: str, drawn: int, right: int, tmp_path: Path) -> None:
     script, out = Path(__file__).with_name("torch_operators.py"), tmp_path / "verdicts.json"
     command = [sys.executable, script, "--exporters", exporter, "--draw", str(drawn), "--json", out]

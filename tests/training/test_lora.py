@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from support import assert_close
+from support import amount, assert_close
 from support.training import torch_losses
 from support.training import trained as train
 from torch.nn import functional
@@ -374,7 +374,7 @@ def test_constant_nodes() -> None:
     assert_close(run(merged, {"x": x}), run(after, {"x": x}), 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(amount(40, 400)))
 def test_random_graphs(seed: int) -> None:
     """Chains of products with weights that several of them share; some weights are adapted."""
     random = np.random.default_rng(seed)
