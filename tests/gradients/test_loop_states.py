@@ -13,11 +13,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from support.sessions import WAYS
 from torch import Tensor
 
 import ortgrad
 
-WAYS = ["auto", "python", "onnx", "plain", "registered"]
 # (x, w, p, number of iterations) to the outputs
 Steps = Callable[[Tensor, Tensor, Tensor, int], list[Tensor]]
 

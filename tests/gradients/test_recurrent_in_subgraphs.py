@@ -12,12 +12,12 @@ import pytest
 import torch
 from onnx import helper
 from support.recurrent import Case, plain
+from support.sessions import WAYS
 
 import ortgrad
 
 KINDS = ("GRU", "LSTM", "RNN")
 SURROUNDINGS = ("then", "else", "nested", "loop", "loop in if", "scan")
-WAYS = ("python", "onnx", "auto", "plain", "registered")
 LEVELS = (
     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
     onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,

@@ -15,13 +15,13 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper
-from support.differences import differences, session
+from support.differences import differences
 from support.rules import one_node
+from support.sessions import WAYS, session
 
 import ortgrad
 
 ML = "ai.onnx.ml"
-WAYS = ["auto", "python", "onnx", "plain", "registered"]
 Function = Callable[..., np.ndarray]
 
 

@@ -11,11 +11,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from support.sessions import WAYS
 
 import ortgrad
 
 Arrays = Mapping[str, np.ndarray]
-WAYS = ["auto", "python", "onnx", "plain", "registered"]
 
 
 def parse(text: str, opset: int = 21) -> onnx.ModelProto:

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support.differences import differences, session
+from support.differences import differences
 from support.rules import check_rule, gradients, one_node
+from support.sessions import session
 
 import ortgrad
 

@@ -1,4 +1,4 @@
-"""Raise at the n-th bytecode that Python runs for onnxruntime, for each n in turn: run by test_faults.py.
+"""Raise at the n-th bytecode that Python runs for onnxruntime, for each n in turn: run by test_signals.py.
 
 usage: fault_script.py WAY FIRST STEP [error]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -10,6 +12,8 @@ import ortgrad
 from support.node_tests import ORT_ERRORS
 from support.rules import Arrays
 
+# All ways to run a built model: in sessions of ortgrad, and in onnxruntime's without and with the library.
+WAYS = ("auto", "python", "onnx", "plain", "registered")
 Level = onnxruntime.GraphOptimizationLevel
 
 
@@ -59,3 +63,14 @@ def forward(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, n
         return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
     except ORT_ERRORS:
         return None
+
+
+def session(model: onnx.ModelProto, way: str) -> Any:
+    """A session that runs the model in one of the five ways."""
+    if way not in ("plain", "registered"):
+        return ortgrad.InferenceSession(model, kernels=way)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if way == "registered":
+        ortgrad.register(options)
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
+from support.sessions import WAYS, session
 from support.zoo import ARCHITECTURES
 from support.zoo.architecture import TESTED, Architecture
 from support.zoo.exporting import Elements, export, weights
@@ -17,20 +16,9 @@ from torch import Tensor, nn
 
 import ortgrad
 
-WAYS = ("auto", "python", "onnx", "plain", "registered")
 # For what another exporter writes of the same architecture.
 FEWER_WAYS = ("auto", "onnx")
 Arrays = dict[str, np.ndarray]
-
-
-def session(model: onnx.ModelProto, way: str) -> Any:
-    if way not in ("plain", "registered"):
-        return ortgrad.InferenceSession(model, kernels=way)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if way == "registered":
-        ortgrad.register(options)
-    return onnxruntime.InferenceSession(model.SerializeToString(), options)
 
 
 def run(model: onnx.ModelProto, way: str, feeds: Arrays) -> Arrays:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime
 import pytest
-from support.differences import differences, session
+from support.differences import differences
+from support.sessions import WAYS, session
 
 import ortgrad
 
 pytest.importorskip("skl2onnx")
 from support.zoo.tabular import SMOOTH, STEPS, converted, fitted
 
-WAYS = ("auto", "python", "onnx", "plain", "registered")
 X = np.random.default_rng([2, 3, 4]).standard_normal((3, 4)) + 2
 
 
