@@ -12,10 +12,12 @@ import onnx_ir as ir
 import pytest
 from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
 from support import amount
+from support.scaling_models import chain
 from sweeps.corruption import TEXTS, Worker, corrupted, is_allowed
 
 import ortgrad
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph import validation
 from ortgrad.graph.loading import judging
 from ortgrad.graph.recorder import Recorder
 from ortgrad.pipelines.explain import explain
@@ -261,6 +263,14 @@ def test_functions_that_call_functions(levels: int, each: int, message: str, gra
     for call in (ortgrad.build_gradient_model, ortgrad.prepare, ortgrad.InferenceSession):
         with pytest.raises(ortgrad.ModelError, match=message):
             call(model)
+
+
+def test_calls_of_the_graph_are_not_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model has as many gradient nodes, each a call of a function, as operators."""
+    monkeypatch.setattr(validation, "MOST_COPIES", 10)
+    built = ortgrad.build_gradient_model(chain(60), wrt="x")
+    for call in (ortgrad.prepare, ortgrad.InferenceSession, ortgrad.build_gradient_model):
+        call(built)
 
 
 def test_functions_that_call_themselves() -> None:
