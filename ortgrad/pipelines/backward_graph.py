@@ -71,6 +71,8 @@ class Request:
     of: Sequence[str] | None
     straight_through: bool = True
     feeds: Feeds | None = None
+    # Passes that follow the opening ones.
+    begin: Sequence[Pass] = ()
     # Whether nodes are not merged for the sake of speed.
     as_written: bool = False
 
@@ -122,7 +124,7 @@ def _run_again(request: Request, ran: BackwardRun) -> BackwardRun:
 def _run_backward(request: Request, *, trusting: bool = False, folding: bool = True) -> BackwardRun:
     source, wrt, of = request.source, request.wrt, request.of
     feeds = request.feeds if trusting else None
-    model = _opened(source, wrt, of)
+    model = _opened(request)
     _take_ranks_of_feeds(model, feeds)
     dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
@@ -192,13 +194,14 @@ def _run_backward(request: Request, *, trusting: bool = False, folding: bool = T
     )
 
 
-def _opened(source: onnx.ModelProto, wrt: Sequence[str] | None, of: Sequence[str] | None) -> ir.Model:
+def _opened(request: Request) -> ir.Model:
     """Return the model after the passes that need no shapes."""
-    model = separate_targets(read(source), wrt)
+    wrt, of = request.wrt, request.of
+    model = separate_targets(read(request.source), wrt)
     model = inline(model, lambda function: not is_body(function))
     refuse_integers(model, of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
-    model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    model = run(model, *OPENING, *request.begin, resolve_sequences, fold_ifs, resolve_sequences, sort)
     return drop_whole_slices(model, {*(wrt or ()), *(of or ())})
 
 
@@ -244,20 +247,38 @@ def build(
 
     `finish` are the last passes, which bring gradient nodes into the form in which the model is written.
     """
-    request = Request(source, wrt, of, straight_through, feeds)
+    model, ran = build_opened(source, wrt, of, straight_through, feeds, finish=finish)
+    return write(model, source), ran.stopped, ran.partial
+
+
+def build_opened(
+    source: onnx.ModelProto,
+    wrt: Sequence[str] | None,
+    of: Sequence[str] | None,
+    straight_through: bool = True,
+    feeds: Feeds | None = None,
+    *,
+    begin: Sequence[Pass] = (),
+    finish: Sequence[Pass] = (),
+) -> tuple[ir.Model, BackwardRun]:
+    """Return the model with gradients as its last outputs, in memory, and the run of the backward pass.
+
+    `begin` are passes that follow the opening ones. `finish` are the last passes, which bring gradient nodes
+    into the form in which the model is written.
+    """
+    request = Request(source, wrt, of, straight_through, feeds, begin)
     ran = run_backward(request)
     try:
-        built = _assemble(ran, source, finish)
+        return _assemble(ran, finish), ran
     except NodeError:
         if ran.trusting:
             raise
         # The body of an operator needs a rank that cannot be inferred.
         ran = _run_again(request, ran)
-        built = _assemble(ran, source, finish)
-    return built, ran.stopped, ran.partial
+        return _assemble(ran, finish), ran
 
 
-def _assemble(ran: BackwardRun, source: onnx.ModelProto, finish: Sequence[Pass]) -> onnx.ModelProto:
+def _assemble(ran: BackwardRun, finish: Sequence[Pass]) -> ir.Model:
     """Add the recorded nodes to the graph, with the gradients as outputs, and run the final passes."""
     model, backward, targets = ran.model, ran.backward, ran.targets
     graph, op = model.graph, backward.op
@@ -286,7 +307,7 @@ def _assemble(ran: BackwardRun, source: onnx.ModelProto, finish: Sequence[Pass])
     forget_dimensions(model, ran.dimensions)
     names = ([value.name or "" for value in values] for values in (targets, ran.outputs))
     model.metadata_props.update(describe_build(*names))
-    return write(model, source)
+    return model
 
 
 def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> onnx.ModelProto:
