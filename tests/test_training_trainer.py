@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,14 @@ from ortgrad.errors import (
     TrainingError,
     TrainingModelError,
 )
-from ortgrad.training import SGD, Adagrad, Adam, AdamW, RMSprop, Trainer, checkpoint
+from ortgrad.graph.loading import load_model
+from ortgrad.graph.serialization import read
+from ortgrad.pipelines.opening import OPENING
+from ortgrad.training import SGD, Adagrad, Adam, AdamW, RMSprop, Trainer, checkpoint, fit
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 
+MODELS = Path(__file__).parents[1] / "models"
 Arrays = dict[str, np.ndarray]
 
 
@@ -654,3 +659,35 @@ def test_options_of_fit_that_are_refused(options: dict[str, Any], words: str) ->
 def test_settings_of_optimizers_that_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(TrainingError):
         make()
+
+
+def test_a_model_is_loaded_once_and_opened_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to find the parameters, and once to build the gradients that the session runs."""
+    Trainer(MODELS / "cnn.onnx", loss="cross-entropy")  # imports all modules
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    counters = {id(f): counted(f.__name__, f) for f in (load_model, read, OPENING[0])}
+    for module in [m for name, m in sys.modules.items() if name.startswith("ortgrad.")]:
+        for name, value in list(vars(module).items()):
+            if name == "OPENING":
+                monkeypatch.setattr(module, name, tuple(counters.get(id(each), each) for each in value))
+            elif id(value) in counters:
+                monkeypatch.setattr(module, name, counters[id(value)])
+    trainer = Trainer(MODELS / "cnn.onnx", loss="cross-entropy", accumulate=2)
+    opening = OPENING[0].__name__
+    assert calls == {"load_model": 1, "read": 2, opening: 2}
+    batch = np.zeros((2, 1, 8, 8), np.float32), np.array([0, 1])
+    trainer.step(batch, batch)
+    assert calls == {"load_model": 1, "read": 2, opening: 2}
+    trainer.evaluate([batch])
+    assert calls == {"load_model": 2, "read": 2, opening: 2}
+    calls.clear()
+    fit(MODELS / "cnn.onnx", batch, loss="cross-entropy")
+    assert calls == {"load_model": 1, "read": 2, opening: 2}

@@ -87,16 +87,18 @@ def plan(
     straight_through: bool = True,
     feeds: Feeds | None = None,
     *,
+    begin: Sequence[Pass] = (),
     as_written: bool = False,
 ) -> Plan:
     """Run the backward pass; nodes that cannot be differentiated are in its `failures`.
 
-    With `as_written`, nodes are not merged for the sake of speed.
+    `begin` are passes that follow the opening ones. With `as_written`, nodes are not merged for the sake of
+    speed.
     """
-    planned = _plan(source, wrt, of, as_written=as_written)
+    planned = _plan(source, wrt, of, begin=begin, as_written=as_written)
     if planned.backward.failures:
         # Ranks without proof are used only if a rule needs one that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, as_written=as_written)
+        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, begin=begin, as_written=as_written)
     if not straight_through:
         nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
         planned.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
@@ -111,13 +113,14 @@ def _plan(
     trusting: bool = False,
     feeds: Feeds | None = None,
     folding: bool = True,
+    begin: Sequence[Pass] = (),
     as_written: bool = False,
 ) -> Plan:
     """Implement `plan`; with `trusting`, ranks without proof are used and checked at run time."""
     model = separate_targets(read(source), wrt)
     model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
-    model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    model = run(model, *OPENING, *begin, resolve_sequences, fold_ifs, resolve_sequences, sort)
     model = drop_whole_slices(model, {*(wrt or ()), *(of or ())})
     graph = model.graph
     for value in graph.inputs:
@@ -145,7 +148,14 @@ def _plan(
         if folded:
             # What was folded may have followed from the value of a target.
             return _plan(
-                source, wrt, of, trusting=trusting, feeds=feeds, folding=False, as_written=as_written
+                source,
+                wrt,
+                of,
+                trusting=trusting,
+                feeds=feeds,
+                folding=False,
+                begin=begin,
+                as_written=as_written,
             )
         infer_proven_shapes(model)
     if not set(outputs) <= set(graph.outputs) and unknown_ranks(graph, outputs):
@@ -209,23 +219,37 @@ def build(
     of: Sequence[str] | None,
     straight_through: bool = True,
     feeds: Feeds | None = None,
-    finish: Sequence[Pass] = (attach,),
 ) -> tuple[onnx.ModelProto, str | None, Sequence[str]]:
-    """Return the model with gradients, the text of a StoppedGradientWarning or None, and other warnings.
+    """Return the model with gradients, the text of a StoppedGradientWarning or None, and other warnings."""
+    model, planned = build_opened(source, wrt, of, straight_through, feeds, finish=(attach,))
+    return write(model, source), planned.stopped, planned.partial
 
-    `finish` are the last passes, which bring gradient nodes into the form in which the model is written.
+
+def build_opened(
+    source: onnx.ModelProto,
+    wrt: Sequence[str] | None,
+    of: Sequence[str] | None,
+    straight_through: bool = True,
+    feeds: Feeds | None = None,
+    *,
+    begin: Sequence[Pass] = (),
+    finish: Sequence[Pass] = (),
+) -> tuple[ir.Model, Plan]:
+    """Return the model with gradients as its last outputs, in memory, and the plan of its backward pass.
+
+    `begin` are passes that follow the opening ones. `finish` are the last passes, which bring gradient nodes
+    into the form in which the model is written.
     """
-    planned = plan(source, wrt, of, straight_through, feeds)
+    planned = plan(source, wrt, of, straight_through, feeds, begin=begin)
     try:
-        built = _assemble(planned, source, finish)
+        return _assemble(planned, finish), planned
     except NodeError:
         # The body of an operator needs a rank that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds)
-        built = _assemble(planned, source, finish)
-    return built, planned.stopped, planned.partial
+        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, begin=begin)
+        return _assemble(planned, finish), planned
 
 
-def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) -> onnx.ModelProto:
+def _assemble(planned: Plan, finish: Sequence[Pass]) -> ir.Model:
     """Add the recorded nodes to the graph, with the gradients as outputs, and run the final passes."""
     model, backward, targets = planned.model, planned.backward, planned.targets
     graph, op = model.graph, backward.op
@@ -254,7 +278,7 @@ def _assemble(planned: Plan, source: onnx.ModelProto, finish: Sequence[Pass]) ->
     forget_dimensions(model, planned.dimensions)
     names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
     model.metadata_props.update(describe_build(*names))
-    return write(model, source)
+    return model
 
 
 def exposed(source: onnx.ModelProto, wrt: Sequence[str], of: Sequence[str]) -> onnx.ModelProto:

@@ -86,26 +86,26 @@ def add_loss(
         "delta": delta,
         "types": types,
     }
-    return with_loss(model, loss, output, target, name, given)[0]
+    return with_loss(load_model(model), loss, output, target, name, given)[0]
 
 
 def with_loss(
-    model: ModelLike,
+    model: onnx.ModelProto,
     loss: Loss,
     output: str | None,
     target: str | None,
     name: str,
     given: Mapping[str, Any],
 ) -> tuple[onnx.ModelProto, str, int | None]:
-    """Return the model with a loss, the name of its scores, and the dimension of the classes."""
+    """Return a copy of the model with a loss, the name of its scores, and the dimension of the classes."""
     if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
-        near = nearest(str(loss), [*LOSSES, *(value.name for value in load_model(model).graph.output)])
+        near = nearest(str(loss), [*LOSSES, *(value.name for value in model.graph.output)])
         raise TrainingError(
             f"loss={loss!r} is not a loss: it must be one of {', '.join(LOSSES)}, a function or a block{near}"
         )
     options = {key: value for key, value in given.items() if value is not None}
     check_options(loss, options)
-    proto = copy_of(open_linear_models(load_model(model)))
+    proto = copy_of(open_linear_models(model))
     if _opset(proto) < _OLDEST_OPSET:
         proto = _converted(proto)
     if graphs.exists(proto, name):

@@ -126,7 +126,8 @@ class Trainer:
         self.accumulate, self._seed = check_count("accumulate", accumulate, 1), check_count("seed", seed, 0)
         self._threads = thread_count(check_count("threads", threads, 0))
         proto = load_model(model)
-        names = selected(proto, wrt, exclude)
+        known = all_parameters(proto)
+        names = selected(proto, known, wrt, exclude)
         if not names:
             raise TrainingModelError(f"the model has no parameters to train{why_none(proto)}")
         settings = settings_of(proto, names, self.optimizer, groups or {})
@@ -168,7 +169,6 @@ class Trainer:
         new = {*fed} - {value.name for value in base.graph.input}
         found = target or _target(loss, fed, new)
         is_compared = found is not None and found in new and _is_like(made, found, scores, types)
-        known = all_parameters(proto)
         self._engine = Engine(
             made,
             order,
@@ -650,6 +650,9 @@ def _with_loss(
     while exists(model, name):
         name += "_"
     made, scores, axis = with_loss(model, loss, output, target, name, options)
+    if not isinstance(loss, str):
+        # A user's block or function may have added anything.
+        made = load_model(made)
     return made, name, output_of(model, output), scores, axis
 
 
