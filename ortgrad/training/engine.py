@@ -17,7 +17,7 @@ from ortgrad.training.checkpoint import Checkpoint
 from ortgrad.training.data import Batch, Inputs
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.models import take_parameters
-from ortgrad.training.onnxblock.graph import find_value, generate_graph_name, with_inferred
+from ortgrad.training.protos import find_value, generate_graph_name, with_inferred
 from ortgrad.training.sessions import BoundSession
 from ortgrad.training.state import TrainingState
 from ortgrad.training.statistics import normalization_of_vectors, running_statistics

@@ -30,11 +30,10 @@ from ortgrad.training.half_precision import in_single_precision
 from ortgrad.training.linear_models import linear_parameters, open_linear_models, why_none
 from ortgrad.training.losses import LOSSES, Declaration, Loss, check_options, target_name, with_loss
 from ortgrad.training.metrics import Measurement, Metric, check_metric
-from ortgrad.training.onnxblock.graph import exists, find_value
 from ortgrad.training.optimizers import kernels
-from ortgrad.training.optimizers.models import clip
 from ortgrad.training.optimizers.passes import thread_count, warm_up
 from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimizer, Step
+from ortgrad.training.protos import exists, find_value
 from ortgrad.training.results import Epoch, Result, draw_curve, import_figure
 from ortgrad.training.resuming import GROUP, PROPERTY, VERSION, Place, matched, read_place
 from ortgrad.training.schedules import Schedule, make_schedule, needs_total
@@ -323,7 +322,7 @@ class Trainer:
             for flat in flats:
                 kernels.clamp(flat, threads=threads, bound=self._clip_value)
         if self._clip_norm is not None:
-            clip(flats, self._clip_norm, threads)
+            kernels.clip(flats, self._clip_norm, threads)
         momentums = [self._group.momentums[name] for name in self.optimizer.momentums]
         for block in self._blocks:
             arrays = [a.flats[block.dtype][block.part] for a in (state.trainable, gradients, *momentums)]
