@@ -454,7 +454,7 @@ def test_parameters_stay_at_their_address() -> None:
 def test_a_resumed_training_is_the_same_to_the_bit(every: int | None, suffix: str, tmp_path: Path) -> None:
     x, labels = training_process.data()
 
-    def train(path: Path, stop: int | None = None, resume: bool = False) -> Trainer:
+    def train(path: Path, stop: int | None = None, resume: bool = False) -> training.Result:
         found = Trainer(
             training_process.network(),  # type: ignore[arg-type]
             loss="cross-entropy",
@@ -464,18 +464,18 @@ def test_a_resumed_training_is_the_same_to_the_bit(every: int | None, suffix: st
             threads=1,
         )
         if stop is not None:
-            apply = found._apply
+            updates = found._stepper.updates
+            apply = updates.apply
 
             def interrupted(*arguments: Any) -> None:
                 if found.steps == stop:
                     raise KeyboardInterrupt
                 apply(*arguments)
 
-            found._apply = interrupted  # type: ignore[method-assign]
-        found.fit(
+            updates.apply = interrupted  # type: ignore[method-assign]
+        return found.fit(
             (x, labels), epochs=3, batch_size=40, checkpoint=path, checkpoint_every=every, resume=resume
         )
-        return found
 
     whole, path = train(tmp_path / f"whole{suffix}"), tmp_path / f"stopped{suffix}"
     for stop in (2, 9, 16):
@@ -483,9 +483,9 @@ def test_a_resumed_training_is_the_same_to_the_bit(every: int | None, suffix: st
             train(path, stop, resume=True)
     resumed = train(path, resume=True)
     assert resumed.steps == whole.steps == 21
-    assert resumed._place.losses == whole._place.losses
-    assert resumed._place.history == whole._place.history
-    for name, array in arrays_of(whole).items():
+    assert resumed.losses == whole.losses
+    assert resumed.history == whole.history
+    for name, array in arrays_of(whole.trainer).items():
         assert resumed.state.parameter(name).tobytes() == array.tobytes(), name
 
 
