@@ -27,8 +27,9 @@ def command(arguments: argparse.Namespace) -> int:
     for name in FILES if folder.is_dir() else ():
         output_path(str(folder / (arguments.prefix + name)), arguments.model)
     model = load_model(arguments.model)
-    trained = selected(model, arguments.wrt, arguments.exclude)
-    untrained = untrained_normalizations(model, trained, all_parameters(model), arguments.statistics)
+    known = all_parameters(model)
+    trained = selected(model, known, arguments.wrt, arguments.exclude)
+    untrained = untrained_normalizations(model, trained, known, arguments.statistics)
     statistics = [name for name in running_statistics(model, untrained) if name not in trained]
     generate_artifacts(
         arguments.model,

@@ -241,13 +241,9 @@ def build(
     of: Sequence[str] | None,
     straight_through: bool = True,
     feeds: Feeds | None = None,
-    finish: Sequence[Pass] = (attach,),
 ) -> tuple[onnx.ModelProto, str | None, Sequence[str]]:
-    """Return the model with gradients, the text of a StoppedGradientWarning or None, and other warnings.
-
-    `finish` are the last passes, which bring gradient nodes into the form in which the model is written.
-    """
-    model, ran = build_opened(source, wrt, of, straight_through, feeds, finish=finish)
+    """Return the model with gradients, the text of a StoppedGradientWarning or None, and other warnings."""
+    model, ran = build_opened(source, wrt, of, straight_through, feeds, finish=(attach,))
     return write(model, source), ran.stopped, ran.partial
 
 

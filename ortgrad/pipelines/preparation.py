@@ -29,6 +29,7 @@ from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import find_operator
 from ortgrad.passes import Pass, run
 from ortgrad.passes.attach import attach, detach
+from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
 from ortgrad.passes.inline import inline
 from ortgrad.pipelines.opening import OPENING
@@ -56,10 +57,33 @@ def prepare_proto(
 ) -> onnx.ModelProto:
     """Return a copy of the model in which gradient nodes are complete, or replaced by their bodies."""
     model = inline(read(_with_empty_tensors(source)), _holds_gradients)
-    compiled = internal and not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
     dimensions = name_dimensions(model)
-    sessions = () if bodies else FOR_SESSIONS
-    model = run(model, *OPENING, *sessions)
+    model = _prepare_opened(run(model, *OPENING), kernels, bodies=bodies, internal=internal)
+    forget_dimensions(model, dimensions)
+    prepared = write(model, source)
+    # onnx-ir drops training_info.
+    prepared.training_info.extend(source.training_info)
+    return prepared
+
+
+def prepare_built(
+    model: ir.Model, source: onnx.ModelProto, kernels: str, *, internal: bool
+) -> onnx.ModelProto:
+    """Return a model with gradients for a session; it is in memory and has gone through the opening passes.
+
+    Only nodes that were added later may be incomplete. The model itself is changed.
+    """
+    dimensions = name_dimensions(model)
+    model = _prepare_opened(complete(model), kernels, bodies=False, internal=internal)
+    forget_dimensions(model, dimensions)
+    return write(model, source)
+
+
+def _prepare_opened(model: ir.Model, kernels: str, *, bodies: bool, internal: bool) -> ir.Model:
+    """Implement `prepare_proto` for a model after the opening passes."""
+    compiled = internal and not bodies and kernels in ("auto", "compiled") and machine_code.is_installed()
+    if not bodies:
+        model = run(model, *FOR_SESSIONS)
     if compiled:
         model = run(model, expand_constant, *BEFORE_BODIES)
         if kernels == "auto":
@@ -74,11 +98,7 @@ def prepare_proto(
         model = open_losses(model, compiled=compiled)
         if compiled:
             model = run(model, *FOR_COMPILED)
-    forget_dimensions(model, dimensions)
-    prepared = write(model, source)
-    # onnx-ir drops training_info.
-    prepared.training_info.extend(source.training_info)
-    return prepared
+    return model
 
 
 def _holds_gradients(function: ir.Function) -> bool:

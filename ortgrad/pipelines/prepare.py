@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
 import onnx
 
@@ -18,7 +19,28 @@ from ortgrad.keywords import checked
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
 from ortgrad.threads import forks_wait
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 Kernels = Literal["python", "onnx", "compiled", "auto"]
+
+
+@dataclass(frozen=True)
+class GradientModel:
+    """A model with gradients in memory, which a session takes without reading it again.
+
+    It has gone through the opening passes and is used up by the session. `source` is its forward model.
+    """
+
+    model: ir.Model
+    source: onnx.ModelProto
+
+    def prepare(self, kernels: Kernels, *, internal: bool) -> onnx.ModelProto:
+        """Do what `prepare_loaded` does, without bodies."""
+        from ortgrad.pipelines.preparation import prepare_built  # onnx-ir is slow to import
+
+        with diagnosing(self.source):
+            return prepare_built(self.model, self.source, kernels, internal=internal)
 
 
 @checked

@@ -19,7 +19,7 @@ from ortgrad.keywords import checked
 from ortgrad.lowering.fusion.kernel import is_fused
 from ortgrad.operators.assertions import failed_check
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
-from ortgrad.pipelines.prepare import Kernels, computes_gradients, prepare_loaded
+from ortgrad.pipelines.prepare import GradientModel, Kernels, computes_gradients, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
 from ortgrad.runtime import native, subnormals
 from ortgrad.runtime.bindings import Binding, size_of
@@ -104,7 +104,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     def __init__(
         self,
-        path_or_bytes: ModelLike,
+        path_or_bytes: ModelLike | GradientModel,
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Providers | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
@@ -117,17 +117,17 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         level = options.log_severity_level
         # NumPy and the binding of onnx make a TypeError of a KeyboardInterrupt that is raised inside of them.
-        model = _undivided(lambda: load_model(path_or_bytes, external_data=False, bodies=False))
-        if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(model):
+        loaded = _undivided(lambda: _loaded(path_or_bytes))
+        if isinstance(path_or_bytes, (str, os.PathLike)) and _has_external_data(loaded):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(Path(path_or_bytes).resolve().parent))
         if kernels == "auto" and not dispatch.runs_kernels():
             kernels = "onnx"
         kernels = kernels_for(kernels, providers, sess_options)
-        loaded, chosen = model, kernels
-        flushes = _choose_flushing(options, model)
+        chosen = kernels
+        flushes = _choose_flushing(options, loaded)
         # What onnxruntime saves must be loaded again.
         internal = not options.optimized_model_filepath
-        model = _undivided(lambda: prepare_loaded(loaded, chosen, bodies=False, internal=internal))
+        model = _undivided(lambda: _prepared(loaded, chosen, internal=internal))
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
             # microseconds in a run of a small model, and nothing in others.
@@ -261,14 +261,26 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         super().run_async(output_names, input_feed, checked, user_data, run_options)
 
 
-def _choose_flushing(options: onnxruntime.SessionOptions, model: onnx.ModelProto) -> bool:
+def _loaded(model: ModelLike | GradientModel) -> onnx.ModelProto | GradientModel:
+    if isinstance(model, GradientModel):
+        return model
+    return load_model(model, external_data=False, bodies=False)
+
+
+def _prepared(model: onnx.ModelProto | GradientModel, kernels: Kernels, *, internal: bool) -> onnx.ModelProto:
+    if isinstance(model, GradientModel):
+        return model.prepare(kernels, internal=internal)
+    return prepare_loaded(model, kernels, bodies=False, internal=internal)
+
+
+def _choose_flushing(options: onnxruntime.SessionOptions, model: onnx.ModelProto | GradientModel) -> bool:
     """Return whether to flush subnormal numbers; if so, the threads of the session's pool do it, too.
 
     The options decide. If they leave it open, it depends on whether there are gradients.
     """
     if _has_entry(options, subnormals.OPTION):
         return bool(options.get_session_config_entry(subnormals.OPTION) == "1")
-    if not computes_gradients(model):
+    if not isinstance(model, GradientModel) and not computes_gradients(model):
         return False
     options.add_session_config_entry(subnormals.OPTION, "1")
     return True
@@ -295,8 +307,10 @@ def _is_gradient_node(node: onnx.NodeProto) -> bool:
     return bool(declared and any(a.name == CALL_ATTRIBUTE for a in node.attribute))
 
 
-def _has_external_data(model: onnx.ModelProto) -> bool:
-    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
+def _has_external_data(model: onnx.ModelProto | GradientModel) -> bool:
+    return isinstance(model, onnx.ModelProto) and any(
+        t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer
+    )
 
 
 def _serialize(model: onnx.ModelProto) -> bytes:

@@ -23,6 +23,7 @@ from ortgrad.graph.loading import ModelLike
 from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
 from ortgrad.training import onnxblock
+from ortgrad.training.protos import exists
 from ortgrad.training.statistics import separate_statistics, warn_of_merged
 from ortgrad.training.weights import Weights, load_weights, save_model
 
@@ -126,7 +127,7 @@ def generate_artifacts(
     outputs = [value.name for value in weights.model.graph.output]
     if loss_input_names:
         outputs = list(loss_input_names)
-        if isinstance(loss, LossType) and not onnxblock.graph.exists(weights.model, outputs[0]):
+        if isinstance(loss, LossType) and not exists(weights.model, outputs[0]):
             near = nearest(outputs[0], (n for node in weights.model.graph.node for n in node.output))
             raise NameNotFoundError(f"loss_input_names={outputs[0]!r} is not a value of the model{near}")
     elif isinstance(loss, LossType):

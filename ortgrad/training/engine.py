@@ -12,87 +12,15 @@ import onnxruntime
 from onnx import helper
 
 from ortgrad.errors import TrainingError, TrainingModelError
-from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
-from ortgrad.training import graphs
 from ortgrad.training.checkpoint import Checkpoint
 from ortgrad.training.data import Batch, Inputs
-from ortgrad.training.models import RESET, build_models, take_parameters
-from ortgrad.training.onnxblock.graph import find_value, generate_graph_name, with_inferred
+from ortgrad.training.evaluation import in_evaluation
+from ortgrad.training.models import take_parameters
+from ortgrad.training.protos import find_value, generate_graph_name, with_inferred
 from ortgrad.training.sessions import BoundSession
 from ortgrad.training.state import TrainingState
 from ortgrad.training.statistics import normalization_of_vectors, running_statistics
-from ortgrad.training.weights import load_weights
-
-# Operators with a generator of random numbers, which onnxruntime begins with the attribute `seed`.
-_FLOAT_SEEDS = (
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
-
-
-def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
-    """Return a copy of the model in which these weights are initializers of the main graph.
-
-    They may be Constant nodes, or in subgraphs or functions; these are inlined.
-    """
-    if model.functions:
-        from ortgrad.graph.bodies import is_body
-        from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
-        from ortgrad.passes.inline import inline
-
-        model = write(inline(read(model), lambda function: not is_body(function)), model)
-    made = copy_of(model)
-    main = {tensor.name for tensor in made.graph.initializer}
-    wanted = set(names) - main
-    # Inner graphs first: nodes that are kept are copied together with the graphs in them.
-    for graph in reversed(list(all_graphs(made.graph))) if wanted else ():
-        moved = _take(graph, wanted, main=graph is made.graph)
-        made.graph.initializer.extend(moved)
-    main = {tensor.name for tensor in made.graph.initializer}
-    missing = [name for name in names if name not in main]
-    if missing:
-        raise TrainingModelError(
-            f"the parameter {missing[0]!r} is no initializer and no constant of the model"
-        )
-    return made
-
-
-def _take(graph: onnx.GraphProto, names: Collection[str], *, main: bool) -> list[onnx.TensorProto]:
-    """Remove weights from a graph and return them."""
-    moved = [] if main else [_copy(t, t.name) for t in graph.initializer if t.name in names]
-    if moved:
-        rest = [tensor for tensor in graph.initializer if tensor.name not in names]
-        del graph.initializer[:]
-        graph.initializer.extend(rest)
-    kept = []
-    for node in graph.node:
-        value = next((a.t for a in node.attribute if a.name == "value"), None)
-        if node.op_type == "Constant" and value is not None and node.output[0] in names:
-            moved.append(_copy(value, node.output[0]))
-        else:
-            kept.append(node)
-    taken = {tensor.name for tensor in moved}
-    for output in graph.output:
-        if output.name in taken:
-            # An output must be computed in its graph.
-            copy = f"{output.name}/copy"
-            kept.append(helper.make_node("Identity", [output.name], [copy], name=copy))
-            output.name = copy
-    if moved:
-        del graph.node[:]
-        graph.node.extend(kept)
-    return moved
-
-
-def _copy(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
-    copy.name = name
-    return copy
+from ortgrad.training.weights import split_weights
 
 
 class Engine:
@@ -116,7 +44,7 @@ class Engine:
         untrained: Collection[str] = (),
         compared: tuple[str, Sequence[str]] = ("", ()),
     ) -> None:
-        self.loss, self._accumulates, self._threads = loss, accumulates, threads
+        self._threads = threads
         frozen = running_statistics(model, untrained)
         both = [name for name in trained if name in frozen]
         if both:
@@ -124,13 +52,13 @@ class Engine:
                 f"{both[0]!r} is a running statistic, which its batch normalization updates: leave it out of "
                 "wrt, or say statistics='none'"
             )
-        weights = load_weights(model, {*trained, *frozen})
+        weights = split_weights(model, {*trained, *frozen})
         forward = with_inferred(weights.model)
         self._compared = _compared(forward, *compared)
         _set_outputs(forward, [loss, *outputs])
         # A batch normalization that needs more than one sample.
         self.needs_samples = normalization_of_vectors(forward, untrained)
-        self._shape = _add_shape(forward, compared[0]) if self._compared else ""
+        shape = _add_shape(forward, compared[0]) if self._compared else ""
         values = take_parameters(forward, trained, frozen)
         tensors = {tensor.name: tensor for tensor in (*values.trainable, *values.frozen)}
         self.state = TrainingState(
@@ -139,68 +67,61 @@ class Engine:
                 {name: weights.array(tensors[name]) for name in frozen},
             )
         )
-        training, self._evaluation = build_models(forward, values, trained, loss, untrained)
-        self._graph = self._with_outputs(training)
-        self.is_random = any(
-            node.op_type in ("Dropout", *_FLOAT_SEEDS) for node in all_nodes(self._graph.model.graph.node)
+        from ortgrad.training.steps import step_model  # onnx-ir is slow to import
+
+        self._own_outputs = [loss, shape] if shape else [loss]
+        self._step = step_model(
+            forward,
+            values,
+            trained,
+            self._own_outputs,
+            untrained=untrained,
+            accumulates=accumulates,
         )
+        self._evaluation = in_evaluation(forward)
+        self._evaluation.graph.input.extend(values.inputs)
+        self._evaluated = [value.name for value in forward.graph.output if value.name != shape]
         self._reset = np.ones(1, np.bool_)
         self._session: BoundSession | None = None
         self._evaluating: BoundSession | None = None
-        fed = {v.name: v.type.tensor_type for v in self._graph.model.graph.input}
-        names = self._graph.user_inputs
-        columns = [name for name in names if len(dims := fed[name].shape.dim) == 2 and dims[1].dim_value == 1]
-        self.inputs = Inputs(names, {name: _numpy_type(fed[name].elem_type) for name in names}, columns)
+        given = {tensor.name for tensor in forward.graph.initializer}
+        fed = {v.name: v.type.tensor_type for v in forward.graph.input if v.name not in given}
+        columns = [name for name in fed if len(dims := fed[name].shape.dim) == 2 and dims[1].dim_value == 1]
+        types = {name: _numpy_type(tensor.elem_type) for name, tensor in fed.items()}
+        self.inputs = Inputs(list(fed), types, columns)
 
-    def _with_outputs(self, training: onnx.ModelProto) -> graphs.TrainingGraph:
-        names = set(self.state.names)
-        own = (self.loss, self._shape)
-        kept = [v for v in training.graph.output if v.name in own or "_grad.accumulation" in v.name]
-        del training.graph.output[:]
-        training.graph.output.extend(kept)
-        make = graphs.accumulating if self._accumulates else graphs.overwriting
-        return make(training, names)
+    @property
+    def is_random(self) -> bool:
+        """Whether the model has Dropout or other random numbers."""
+        return bool(self._step.random)
 
     def seed(self, *numbers: int) -> None:
         """Begin the random numbers of Dropout and others anew, as these numbers determine them."""
         if not self.is_random and self._session is not None:
             return
-        for place, node in enumerate(all_nodes(self._graph.model.graph.node)):
-            if node.op_type in ("Dropout", *_FLOAT_SEEDS) and node.domain in ("", "ai.onnx"):
-                (value,) = np.random.SeedSequence([*numbers, place]).generate_state(1)
-                # Numbers up to 2^24 are exact in single precision.
-                exact = int(value) >> 8
-                rest = [attribute for attribute in node.attribute if attribute.name != "seed"]
-                del node.attribute[:]
-                seed = exact if node.op_type == "Dropout" else float(exact)
-                node.attribute.extend([*rest, helper.make_attribute("seed", seed)])
         # Two sessions at a time would need twice the memory.
         self._session = None
-        self._session = self._make_session()
+        self._session = self._make_session(*numbers)
 
     def _options(self) -> onnxruntime.SessionOptions:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self._threads
         return options
 
-    def _make_session(self) -> BoundSession:
-        state, graph = self.state, self._graph
+    def _make_session(self, *seeds: int) -> BoundSession:
+        state, step = self.state, self._step
         gradients = state.allocate_gradients()
-        session = BoundSession(graph.model, Path(), self._options(), graph.user_inputs, self._own_outputs)
-        fed = {value.name for value in graph.model.graph.input}
-        inputs = {name: state.parameter(name) for name in state.names if name in fed}
-        inputs.update({buffer: gradients[name] for buffer, name in graph.buffers.items()})
-        if RESET in fed:
-            inputs[RESET] = self._reset
-        outputs = {name: state.parameter(parameter) for name, parameter in graph.statistics.items()}
-        outputs.update({graph.gradients[name]: gradients[name] for name in gradients.arrays})
+        session = BoundSession(
+            step.seeded(*seeds), Path(), self._options(), self.inputs.names, self._own_outputs
+        )
+        inputs = {name: state.parameter(name) for name in state.names if session.takes(name)}
+        inputs.update({buffer: gradients[name] for buffer, name in step.buffers.items()})
+        if step.reset:
+            inputs[step.reset] = self._reset
+        outputs = {name: state.parameter(parameter) for name, parameter in step.statistics.items()}
+        outputs.update({step.gradients[name]: gradients[name] for name in gradients.arrays})
         session.bind(inputs, outputs)
         return session
-
-    @property
-    def _own_outputs(self) -> list[str]:
-        """What a step returns: the loss, and the shape that is compared."""
-        return [self.loss, self._shape] if self._shape else [self.loss]
 
     def gradients(self, batch: Batch, *, add: bool) -> float:
         """Compute the gradients of a batch, or add them to those there are, and return the loss.
@@ -212,7 +133,7 @@ class Engine:
         assert self._session is not None
         self._session.check(batch)
         self._reset[0] = not add
-        statistics = [self.state.parameter(name) for name in self._graph.statistics.values()]
+        statistics = [self.state.parameter(name) for name in self._step.statistics.values()]
         before, loss = [array.copy() for array in statistics], math.nan
         try:
             found, *shape = self._session.run(batch)
@@ -247,11 +168,10 @@ class Engine:
     def evaluate(self, batch: Batch) -> list[np.ndarray]:
         """Return the loss and the outputs of a batch in evaluation mode."""
         if self._evaluating is None:
-            model = self._evaluation
-            outputs = [value.name for value in model.graph.output if value.name != self._shape]
-            fed = {value.name for value in model.graph.input}
-            session = BoundSession(model, Path(), self._options(), self.inputs.names, outputs)
-            session.bind({name: self.state.parameter(name) for name in self.state.names if name in fed}, {})
+            session = BoundSession(
+                self._evaluation, Path(), self._options(), self.inputs.names, self._evaluated
+            )
+            session.bind({name: self.state.parameter(name) for name in self.state.names}, {})
             self._evaluating = session
         self._evaluating.check(batch)
         return [np.asarray(value) for value in self._evaluating.run(batch)]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ortgrad.errors import CheckpointError
 from ortgrad.progress import Progress
 from ortgrad.training.data import Batch, Source
-
-if TYPE_CHECKING:
-    from ortgrad.training.trainer import Trainer
+from ortgrad.training.judging import Judge
+from ortgrad.training.results import Epoch
+from ortgrad.training.stepper import Stepper
 
 
 class Run:
@@ -23,22 +24,24 @@ class Run:
 
     def __init__(
         self,
-        trainer: Trainer,
+        stepper: Stepper,
         source: Source,
         epochs: int,
+        accumulate: int,
         path: str | os.PathLike[str] | None,
         every: int | None,
     ) -> None:
-        self._trainer, self._source, self._path, self._every = trainer, source, path, every
-        per_epoch = None if source.count is None else math.ceil(source.count / trainer.accumulate)
+        self._stepper, self._source, self._path, self._every = stepper, source, path, every
+        self._accumulate = accumulate
+        per_epoch = None if source.count is None else math.ceil(source.count / accumulate)
         self._total = None if per_epoch is None else per_epoch * epochs
-        self._started, self._first, self._saved = time.monotonic(), trainer.steps, trainer.steps
-        self._before, self._samples = trainer._place.seconds, 0
+        self._started, self._first, self._saved = time.monotonic(), stepper.steps, stepper.steps
+        self._before, self._samples = stepper.place.seconds, 0
+        self._check_place({**source.settings, "accumulate": accumulate})
 
-    def check_place(self, batches: Mapping[str, Any]) -> None:
-        """Note how batches are made; raises TrainingError if the epoch was begun with others."""
-        place = self._trainer._place
-        batches = {**batches, "accumulate": self._trainer.accumulate}
+    def _check_place(self, batches: dict[str, Any]) -> None:
+        """Note how batches are made; raises CheckpointError if the epoch was begun with others."""
+        place = self._stepper.place
         changed = [key for key, value in place.batches.items() if batches.get(key, value) != value]
         if place.batch and changed:
             name = changed[0]
@@ -48,36 +51,53 @@ class Run:
             )
         place.batches = batches
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Write a checkpoint if one is wanted."""
         if self._path is not None:
-            self._trainer.save(self._path)
-            self._saved = self._trainer.steps
+            self._stepper.save(self._path)
+            self._saved = self._stepper.steps
 
-    def epoch(self, bar: Progress) -> None:
-        """Train until the end of the epoch."""
-        trainer = self._trainer
-        first = trainer._place.batch
+    def epoch(self, bar: Progress) -> Epoch:
+        """Train until the end of the epoch, and return its loss."""
+        stepper, place = self._stepper, self._stepper.place
+        first = place.batch
         losses: list[float] = []
         weights: list[float] = []
         seen = 0
-        for number, (batch, is_last) in enumerate(
-            _with_last(self._source.begin(trainer._place.epoch, first)), first
-        ):
-            where = f"epoch {trainer._place.epoch + 1}, batch {number + 1}"
-            losses.append(trainer._gradients(batch, bool(losses), where))
-            weights.append(trainer._weight(batch))
-            seen += trainer._count(batch)
-            if len(losses) == trainer.accumulate or is_last:
+        for number, (batch, is_last) in enumerate(_with_last(self._source.begin(place.epoch, first)), first):
+            where = f"epoch {place.epoch + 1}, batch {number + 1}"
+            losses.append(stepper.gradients(batch, add=bool(losses), where=where))
+            weights.append(stepper.weight(batch))
+            seen += stepper.count(batch)
+            if len(losses) == self._accumulate or is_last:
                 self._step(number + 1, losses, weights, seen)
                 losses, weights, seen = [], [], 0
                 self._show(bar)
                 # At the end of an epoch there is a checkpoint anyway.
-                if self._every and not is_last and trainer.steps - self._saved >= self._every:
-                    self.save()
+                if self._every and not is_last and stepper.steps - self._saved >= self._every:
+                    self._save()
+        is_sum = stepper.objective.sums or not place.samples
+        return Epoch(place.loss if is_sum else place.loss / place.samples)
+
+    def finish(self, record: Epoch, judge: Judge) -> None:
+        """Note what was measured in the epoch, and write the checkpoint."""
+        place = self._stepper.place
+        judge.check(record, place.epoch + 1)
+        best, waited = judge.compare(record, place.best, place.waited)
+        self._stepper.place = replace(
+            place,
+            epoch=place.epoch + 1,
+            batch=0,
+            loss=0.0,
+            samples=0,
+            best=best,
+            waited=waited,
+            history=[*place.history, record],
+        )
+        self._save()
 
     def _step(self, done: int, losses: list[float], weights: list[float], seen: int) -> None:
-        trainer, place = self._trainer, self._trainer._place
+        place = self._stepper.place
 
         def note() -> None:
             self._samples += seen
@@ -87,14 +107,13 @@ class Run:
             place.seconds = self._before + time.monotonic() - self._started
             place.losses.append(float(np.mean(losses)))
 
-        trainer._update(len(losses), trainer._factor(self._total), note)
+        self._stepper.update(len(losses), self._total, note)
 
     def _show(self, bar: Progress) -> None:
-        trainer = self._trainer
+        place = self._stepper.place
         speed = self._samples / max(1e-9, time.monotonic() - self._started)
-        place = trainer._place
         text = f"epoch {place.epoch + 1}, loss {place.losses[-1]:.4g}, {speed:.0f} samples/s"
-        done = trainer.steps - self._first
+        done = self._stepper.steps - self._first
         bar(done, done + 1 if self._total is None else self._total - self._first + place.start, text)
 
 

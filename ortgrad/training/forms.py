@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
-from ortgrad.graph.bodies import is_body
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.serialization import read, write
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.passes import run
-from ortgrad.passes.inline import inline
 from ortgrad.passes.tidy import remove_unused
-from ortgrad.pipelines.opening import OPENING
-from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.models import ACCUMULATOR
 
 
-def in_training(source: onnx.ModelProto, untrained: Collection[str] = ()) -> onnx.ModelProto:
-    """Return a copy of the model in which BatchNormalization and Dropout are in training mode.
+def in_training(model: ir.Model, untrained: Collection[str] = ()) -> ir.Model:
+    """Put BatchNormalization and Dropout in training mode, in a model after the opening passes.
 
     The running statistics of each BatchNormalization of the main graph become outputs of the graph. Those
-    with an output in `untrained`, and those in subgraphs, are in evaluation mode instead.
+    with an output in `untrained` must be in evaluation mode already; those in subgraphs get into it.
     """
-    evaluated = in_evaluation(source, only=untrained) if untrained else source
-    model = inline(read(evaluated), lambda function: not is_body(function))
-    model = run(model, *OPENING)
     graph, names = model.graph, Names.of(model)
     latest: dict[ir.Value, ir.Value] = {}
     for node in list(ir.traversal.RecursiveGraphIterator(graph)):
@@ -44,7 +34,7 @@ def in_training(source: onnx.ModelProto, untrained: Collection[str] = ()) -> onn
                 _return_statistics(graph, node, names, latest)
             else:
                 node.resize_outputs(1)
-    return write(model, source)
+    return model
 
 
 def _switch_on(node: ir.Node, names: Names) -> None:
@@ -80,15 +70,14 @@ def _return_statistics(
 
 
 def use_internal_batch_norm(model: ir.Model) -> ir.Model:
-    """Replace BatchNormalization in training mode by BatchNormInternal, which updates statistics in place.
+    """Replace BatchNormalization in training mode by BatchNormInternal.
 
-    Its further outputs, the mean and inverse standard deviation of the batch, serve the gradients. The
-    running variance is that of PyTorch, with n / (n - 1) times the variance of a batch of n values.
+    Its further outputs, the mean and inverse standard deviation of the batch, serve the gradients. Its
+    running variance is the biased one, see `unbiased_excess`.
     """
     graph, names = model.graph, Names.of(model)
     gradients = [node for node in graph if node.op_type == "BatchNormalizationGrad"]
-    replaced = [node for node in graph if _is_training(node)]
-    for node in replaced:
+    for node in [node for node in graph if _is_training(node)]:
         node.domain, node.op_type, node.version = DOMAIN, "BatchNormInternal", None
         model.opset_imports.setdefault(DOMAIN, 1)
         node.resize_outputs(5)
@@ -100,10 +89,23 @@ def use_internal_batch_norm(model: ir.Model) -> ir.Model:
             if gradient.inputs[1] is node.inputs[0] and gradient.inputs[2] is node.inputs[1]:
                 gradient.replace_input_with(3, mean)
                 gradient.replace_input_with(4, inverse)
-    model = remove_unused(model)
-    for node in replaced:
-        if _is_fed(node.inputs[4]):
-            _correct_variance(model, node, names)
+    return remove_unused(model)
+
+
+def accumulate_variances(model: ir.Model) -> ir.Model:
+    """Add to running variances in place what PyTorch's have more; those of BatchNormInternal are biased."""
+    names = Names.of(model)
+    for node in list(model.graph):
+        if node.op_type != "BatchNormInternal" or not _is_fed(node.inputs[4]):
+            continue
+        op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
+        running, later = node.outputs[2], list(node.outputs[2].uses())
+        more = unbiased_excess(op, node)
+        results = op.add(ACCUMULATOR, [running, more], outputs=2 if later else 1, domain=DOMAIN)
+        model.graph.insert_after(node, op.nodes)
+        for use in later:
+            # The node of the same layer, applied again, reads the sum.
+            use.node.replace_input_with(use.idx, results[1])
     return model
 
 
@@ -123,22 +125,19 @@ def _is_fed(value: ir.Value | None) -> bool:
     return value is not None and value.is_graph_input() and not value.is_initializer()
 
 
-def _correct_variance(model: ir.Model, node: ir.Node, names: Names) -> None:
-    """Add what PyTorch's running variance has more than that of BatchNormInternal."""
-    op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
+def unbiased_excess(op: Recorder, node: ir.Node) -> ir.Value:
+    """Return what PyTorch's running variance has more than that of a BatchNormInternal.
+
+    PyTorch's has n / (n - 1) times the variance of a batch of n values.
+    """
     epsilon, momentum = (
         node.attributes[name].as_float() if name in node.attributes else default
         for name, default in (("epsilon", 1e-5), ("momentum", 0.9))
     )
-    x, running, inverse = node.inputs[0], node.outputs[2], node.outputs[4]
+    x, inverse = node.inputs[0], node.outputs[4]
     with op.arithmetic():
         count = op.Div(op.Size(x), op.Size(inverse))
         others = op.CastLike(op.Max(op.Sub(count, 1), 1), inverse)
         variance = op.Max(op.Reciprocal(inverse * inverse) - epsilon, 0.0)
-        more = variance * ((1 - momentum) / others)
-    later = list(running.uses())
-    results = op.add(ACCUMULATOR, [running, more], outputs=2 if later else 1, domain=DOMAIN)
-    model.graph.insert_after(node, op.nodes)
-    for use in later:
-        # The node of the same layer, applied again, reads the sum.
-        use.node.replace_input_with(use.idx, results[1])
+        more: ir.Value = variance * ((1 - momentum) / others)
+    return more

@@ -11,10 +11,10 @@ import onnx
 
 from ortgrad.errors import NameNotFoundError, TrainingError
 from ortgrad.graph.protos import FLOATS
+from ortgrad.training import protos
 from ortgrad.training.data import as_array, is_array
 from ortgrad.training.linear_models import open_linear_models
 from ortgrad.training.losses import Declaration, Suggested, new_inputs
-from ortgrad.training.onnxblock import graph as graphs
 from ortgrad.training.scores import output_of
 
 
@@ -39,7 +39,7 @@ def suggest_types(
     names = [value.name for value in model.graph.input if value.name not in given] + new
     arrays = first if isinstance(first, Mapping) else dict(zip(names, first, strict=False))
     try:
-        wanted = graphs.find_value(model, output_of(model, output)).type.tensor_type
+        wanted = protos.find_value(model, output_of(model, output)).type.tensor_type
     except NameNotFoundError:
         return data, types
     found: dict[str, Declaration] = {}

@@ -16,9 +16,9 @@ from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import copy_of
 from ortgrad.keywords import checked
-from ortgrad.training import onnxblock
+from ortgrad.training import loss_nodes, onnxblock, protos
 from ortgrad.training.linear_models import open_linear_models
-from ortgrad.training.onnxblock import graph as graphs
+from ortgrad.training.onnxblock.graph import first
 from ortgrad.training.scores import output_of, scores_of
 
 if TYPE_CHECKING:
@@ -86,29 +86,29 @@ def add_loss(
         "delta": delta,
         "types": types,
     }
-    return with_loss(model, loss, output, target, name, given)[0]
+    return with_loss(load_model(model), loss, output, target, name, given)[0]
 
 
 def with_loss(
-    model: ModelLike,
+    model: onnx.ModelProto,
     loss: Loss,
     output: str | None,
     target: str | None,
     name: str,
     given: Mapping[str, Any],
 ) -> tuple[onnx.ModelProto, str, int | None]:
-    """Return the model with a loss, the name of its scores, and the dimension of the classes."""
+    """Return a copy of the model with a loss, the name of its scores, and the dimension of the classes."""
     if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
-        near = nearest(str(loss), [*LOSSES, *(value.name for value in load_model(model).graph.output)])
+        near = nearest(str(loss), [*LOSSES, *(value.name for value in model.graph.output)])
         raise TrainingError(
             f"loss={loss!r} is not a loss: it must be one of {', '.join(LOSSES)}, a function or a block{near}"
         )
     options = {key: value for key, value in given.items() if value is not None}
     check_options(loss, options)
-    proto = copy_of(open_linear_models(load_model(model)))
+    proto = copy_of(open_linear_models(model))
     if _opset(proto) < _OLDEST_OPSET:
         proto = _converted(proto)
-    if graphs.exists(proto, name):
+    if protos.exists(proto, name):
         raise TrainingModelError(f"the model has a value {name!r} already: give the loss another name")
     source, axis = output_of(proto, output), options.pop("axis", None)
     if isinstance(loss, str):
@@ -116,8 +116,11 @@ def with_loss(
         source, axis = scores_of(proto, loss, source, axis)
         if loss == "cross-entropy" and axis is None:
             axis = class_axis(proto, source, usual)
-        return _with_block(proto, _block(loss, axis, **options), source, usual, name), source, axis
+        nodes = _named(loss, axis, **options)
+        _refuse_computed(proto, usual)
+        return _with_nodes(proto, lambda made: nodes.add(made, source, usual), name), source, axis
     if isinstance(loss, onnxblock.Block):
+        _refuse_computed(proto, target)
         return _with_block(proto, loss, source, target, name), source, None
     assert callable(loss)
     return _recorded(_converted(proto), loss, source, target, name, options.get("types", {})), source, None
@@ -126,29 +129,6 @@ def with_loss(
 def target_name(loss: str) -> str:
     """Return the name of the input with the target."""
     return "labels" if loss == "cross-entropy" else "target"
-
-
-class _Huber(onnxblock.loss._Elementwise):
-    """d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2), of d = value - target"""
-
-    def __init__(self, reduction: str, delta: float) -> None:
-        super().__init__(reduction)
-        if not delta > 0:
-            raise TrainingError(f"delta is {delta}; it must be positive")
-        self._delta = delta
-
-    def _losses(self, value: str, target: str) -> str:
-        kind = graphs.element_type(self.base, value)
-        blocks = onnxblock.blocks
-        size = blocks.Abs()(blocks.Sub()(value, target))
-        bound, half = (
-            onnxblock.loss._add_array(self.base, f"huber.{key}", number, kind)
-            for key, number in (("delta", self._delta), ("half", 0.5))
-        )
-        # With s = min(|d|, delta) both cases are s (|d| - s / 2).
-        small = onnxblock.loss._node(self.base, "Min", size, bound)
-        result: str = blocks.Mul()(small, blocks.Sub()(size, blocks.Mul()(half, small)))
-        return result
 
 
 # By option: the losses that have it.
@@ -176,7 +156,7 @@ def check_options(loss: Loss, given: Mapping[str, Any]) -> None:
             raise TrainingError(f"{option} is for {' and '.join(_OPTIONS[option])}, not for {kind}")
 
 
-def _block(
+def _named(
     loss: str,
     axis: int | None,
     *,
@@ -185,21 +165,21 @@ def _block(
     pos_weight: Any = None,
     ignore_index: int | None = None,
     delta: float = 1.0,
-) -> onnxblock.Block:
-    """Return the block of a loss that has a name."""
+) -> loss_nodes.LossNodes:
+    """Return the loss that has a name."""
     if loss == "cross-entropy":
-        return onnxblock.loss.CrossEntropyLoss(weight, reduction, ignore_index, axis=axis)
+        return loss_nodes.CrossEntropy(weight, reduction, ignore_index, axis=axis)
     if loss == "bce":
-        return onnxblock.loss.BCEWithLogitsLoss(weight, reduction, pos_weight)
+        return loss_nodes.BinaryCrossEntropy(weight, reduction, pos_weight)
     if loss == "huber":
-        return _Huber(reduction, delta)
-    return onnxblock.loss.MSELoss(reduction) if loss == "mse" else onnxblock.loss.L1Loss(reduction)
+        return loss_nodes.Huber(reduction, delta)
+    return loss_nodes.SquaredError(reduction) if loss == "mse" else loss_nodes.AbsoluteError(reduction)
 
 
 def class_axis(model: onnx.ModelProto, source: str, labels: str) -> int | None:
     """Return the dimension of the classes, or None if existing labels tell it."""
-    found = graphs.find_value(model, source).type.tensor_type
-    if graphs.exists(model, labels) or not found.HasField("shape"):
+    found = protos.find_value(model, source).type.tensor_type
+    if protos.exists(model, labels) or not found.HasField("shape"):
         return None
     dims = found.shape.dim
     if len(dims) <= 2:
@@ -217,21 +197,36 @@ def class_axis(model: onnx.ModelProto, source: str, labels: str) -> int | None:
     )
 
 
-def _with_block(
-    proto: onnx.ModelProto, block: onnxblock.Block, source: str, target: str | None, name: str
-) -> onnx.ModelProto:
-    if target is not None and graphs.exists(proto, target):
+def _refuse_computed(proto: onnx.ModelProto, target: str | None) -> None:
+    """Raise TrainingModelError if the target is a value of the model that is not fed."""
+    if target is not None and protos.exists(proto, target):
         fed = {value.name for value in proto.graph.input}
         if target not in fed:
             raise TrainingModelError(f"the model computes {target!r}: give the target another name, target=")
+
+
+def _with_nodes(proto: onnx.ModelProto, add: Callable[[onnx.ModelProto], str], name: str) -> onnx.ModelProto:
+    """Return the model with a loss that `add` adds in place, and whose name it returns."""
     outputs = [copy_value(value) for value in proto.graph.output]
-    with onnxblock.base(proto) as accessor:
-        try:
-            found = graphs.first(block(source) if target is None else block(source, target))
-            made = graphs.with_inferred(accessor.model)
-        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            raise TrainingModelError(f"the loss does not fit the model: {error}") from error
+    try:
+        found = add(proto)
+        protos.check(proto)
+        made = protos.with_inferred(proto)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise TrainingModelError(f"the loss does not fit the model: {error}") from error
     return _finished(made, outputs, found, name)
+
+
+def _with_block(
+    proto: onnx.ModelProto, block: onnxblock.Block, source: str, target: str | None, name: str
+) -> onnx.ModelProto:
+    def add(model: onnx.ModelProto) -> str:
+        with onnxblock.base(model) as accessor:
+            found = block(source) if target is None else block(source, target)
+        model.CopyFrom(accessor.model)
+        return first(found)
+
+    return _with_nodes(proto, add, name)
 
 
 def _finished(
@@ -303,7 +298,7 @@ def _recorded(
         except (OrtgradError, onnx.shape_inference.InferenceError) as error:
             made = error if isinstance(error, OrtgradError) else TrainingModelError(one_line(error))
         else:
-            if graphs.has_valid_types(made):
+            if protos.has_valid_types(made):
                 return made
         first = made if first is None else first
     if isinstance(first, OrtgradError):
@@ -322,7 +317,7 @@ def new_inputs(proto: onnx.ModelProto, loss: Callable[..., Any], target: str | N
     names = _parameters_of(loss)
     if len(names) > 1 and target is not None:
         names[1] = target
-    return [each for i, each in enumerate(names) if i > 0 and not graphs.exists(proto, each)]
+    return [each for i, each in enumerate(names) if i > 0 and not protos.exists(proto, each)]
 
 
 def _record(
@@ -341,7 +336,7 @@ def _record(
     from ortgrad.graph.traversal import values_by_name
     from ortgrad.shapes.inference import infer_types
 
-    model = read(graphs.with_inferred(proto))
+    model = read(protos.with_inferred(proto))
     infer_types(model)
     values = values_by_name(model.graph)
     op: Recorder = Recorder(model.opset_imports[""], Names.of(model), name)
@@ -365,7 +360,7 @@ def _record(
     found = result.name or ""
     outputs = [copy_value(value) for value in proto.graph.output]
     model.graph.outputs.append(result)
-    return _finished(graphs.with_inferred(write(model, proto)), outputs, found, name)
+    return _finished(protos.with_inferred(write(model, proto)), outputs, found, name)
 
 
 def _parameters_of(loss: Callable[..., Any]) -> list[str]:

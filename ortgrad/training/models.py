@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
-from ortgrad.graph.loading import diagnosing, load_model
+from ortgrad.errors import NameNotFoundError, TrainingModelError
+from ortgrad.graph.loading import load_model
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.pipelines.stops import warn_about_stops
 from ortgrad.threads import forks_wait
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.versions import limit_versions
@@ -111,15 +109,11 @@ def build_models(
     parameters: Parameters,
     requires_grad: Collection[str],
     loss: str,
-    untrained: Collection[str] = (),
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """Return the models for training and evaluation.
 
     `model` is a forward model with the loss and what else it returns as outputs, and without its parameters.
-    `untrained` are the outputs of batch normalizations that stay in evaluation mode.
     """
-    from ortgrad.training.forms import in_training  # onnx-ir is slow to import
-
     inputs = [*model.graph.input, *parameters.inputs]
     outputs = [value.name for value in model.graph.output]
     # In the order of the inputs.
@@ -139,7 +133,7 @@ def build_models(
     forward.graph.initializer.extend(parameters.constants)
     try:
         with forks_wait():
-            training = _with_gradients(in_training(load_model(forward), untrained), wrt, loss)
+            training = _with_gradients(load_model(forward), wrt, loss)
     except NameNotFoundError as error:
         raise TrainingModelError(str(error)) from error
     _arrange(training, inputs, outputs, wrt)
@@ -148,51 +142,13 @@ def build_models(
 
 
 def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx.ModelProto:
-    from ortgrad.graph.serialization import read, write
+    from ortgrad.graph.serialization import write  # onnx-ir is slow to import
     from ortgrad.passes.portable import make_portable
-    from ortgrad.pipelines.backward_graph import build
-    from ortgrad.training.forms import use_internal_batch_norm
+    from ortgrad.training.differentiation import differentiate
+    from ortgrad.training.forms import accumulate_variances, use_internal_batch_norm
 
-    finish = (use_internal_batch_norm, make_portable)
-    if not wrt:
-        model = read(forward)
-        for each in finish:
-            model = each(model)
-        return write(model, forward)
-    scalar = _scalar(forward, loss)
-    try:
-        with diagnosing(forward):
-            built, stopped, _ = build(forward, wrt, [scalar], finish=finish)
-    except TrainingModelError:
-        raise
-    except ModelError as error:
-        raise TrainingModelError(f"the training model cannot be built: {error}") from error
-    warn_about_stops(stopped)
-    return built
-
-
-def _scalar(model: onnx.ModelProto, loss: str) -> str:
-    """Return the name of the loss as a scalar; a loss with one element and dimensions is reshaped."""
-    tensor = next(value for value in model.graph.output if value.name == loss).type.tensor_type
-    if tensor.elem_type not in FLOATS:
-        raise TrainingModelError(f"the loss {loss!r} is not a floating-point tensor")
-    sizes = [dim.dim_value or dim.dim_param or "?" for dim in tensor.shape.dim]
-    if tensor.HasField("shape") and not sizes:
-        return loss
-    if any(size not in (1, "?") for size in sizes):
-        raise TrainingModelError(f"the loss {loss!r} is not a scalar: its shape is {sizes}; reduce it")
-    taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
-    scalar, shape_name = (_fresh(f"{loss}/{part}", taken) for part in ("scalar", "shape"))
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(0, np.int64), shape_name))
-    # Fails in a run in which the loss has more than one element.
-    model.graph.node.append(helper.make_node("Reshape", [loss, shape_name], [scalar], name=scalar))
-    return scalar
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
+    finish = (use_internal_batch_norm, accumulate_variances, make_portable)
+    return write(differentiate(forward, wrt, loss, finish=finish), forward)
 
 
 def _arrange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 
 from ortgrad.errors import TrainingError
@@ -59,3 +60,24 @@ def needs_total(schedule: str | Schedule, warmup: float) -> bool:
 
 def _steps(warmup: float, total: int) -> int:
     return math.ceil(warmup * total) if warmup < 1 else int(warmup)
+
+
+class Pace:
+    """The learning rate of a training from step to step, as a factor."""
+
+    def __init__(self, schedule: str | Schedule, warmup: float) -> None:
+        self._schedule = make_schedule(schedule, warmup)
+        self.needs_total = needs_total(schedule, warmup)
+        # As the user has said it.
+        self.described = f"schedule={schedule!r}" if schedule != "constant" else f"warmup={warmup}"
+
+    def factor(self, step: int, start: int, total: int | None) -> float:
+        """Return the factor after `step` steps of `total`, with which a training has begun at `start`."""
+        # A schedule that depends on the number of steps is refused where that is not known.
+        factor = self._schedule(step - start, total or 0)
+        if not isinstance(factor, numbers.Real) or not 0 <= factor < math.inf:
+            raise TrainingError(
+                f"the schedule returned {factor} for step {step + 1}; it must return a factor of the "
+                "learning rate, a number that is not negative"
+            )
+        return factor

@@ -12,8 +12,8 @@ from onnx import helper, numpy_helper
 from ortgrad.errors import NameNotFoundError, TrainingModelError
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import FLOATS, dependencies
+from ortgrad.training import protos
 from ortgrad.training.linear_models import ML
-from ortgrad.training.onnxblock import graph as graphs
 
 _COPIES = ("Identity", "Cast")
 # Operators that keep all elements and their order, and others whose results are elements of their input, or
@@ -27,7 +27,7 @@ def output_of(model: onnx.ModelProto, output: str | None) -> str:
     """Return the name of the value that a loss is of; of a ZipMap, the tensor that it makes maps of."""
     producers = _producers(model)
     if output is not None:
-        if not graphs.exists(model, output):
+        if not protos.exists(model, output):
             outputs = [value.name for value in model.graph.output]
             inner = (name for node in model.graph.node for name in node.output)
             near = nearest(output, [*outputs, *inner])
@@ -192,7 +192,7 @@ def _behind_reshapes(
     for each in reversed(chain[:-1]):
         copy = onnx.NodeProto()
         copy.CopyFrom(each)
-        copy.name = graphs.generate_graph_name(model, each.op_type)
+        copy.name = protos.generate_graph_name(model, each.op_type)
         copy.input[0], copy.output[0] = scores, copy.name
         model.graph.node.append(copy)
         scores = copy.name
@@ -212,7 +212,7 @@ def _chain(producers: Mapping[str, onnx.NodeProto], name: str) -> list[onnx.Node
 
 def _dims(model: onnx.ModelProto, name: str) -> list[int | str]:
     try:
-        shape = graphs.find_value(model, name).type.tensor_type.shape
+        shape = protos.find_value(model, name).type.tensor_type.shape
     except NameNotFoundError:
         return []
     return [dim.dim_value or dim.dim_param for dim in shape.dim]
@@ -236,7 +236,7 @@ def _before_softmax(
 ) -> tuple[str, int | None]:
     """Return the scores that a Softmax makes probabilities of, and the dimension of the classes."""
     scores = node.input[0]
-    rank = len(graphs.find_value(model, scores).type.tensor_type.shape.dim)
+    rank = len(protos.find_value(model, scores).type.tensor_type.shape.dim)
     own = next((int(a.i) for a in node.attribute if a.name == "axis"), -1)
     if axis is not None and rank and (axis - own) % rank:
         raise TrainingModelError(
@@ -252,7 +252,7 @@ _SCORES = ("Add", "Gemm", "MatMul", "LogSoftmax")
 
 def _is_column(model: onnx.ModelProto, name: str) -> bool:
     try:
-        dims = graphs.find_value(model, name).type.tensor_type.shape.dim
+        dims = protos.find_value(model, name).type.tensor_type.shape.dim
     except NameNotFoundError:
         return False
     return len(dims) == 2 and dims[1].dim_value == 1
@@ -308,7 +308,7 @@ def _two_scores(model: onnx.ModelProto, positive: str) -> str:
 
 def _add(model: onnx.ModelProto, op_type: str, inputs: list[str], **attributes: Any) -> str:
     """Add a node behind those that it reads and return the name of its output."""
-    name = graphs.generate_graph_name(model, op_type)
+    name = protos.generate_graph_name(model, op_type)
     model.graph.node.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
     return name
 

@@ -51,15 +51,16 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
     ['fc_weight']
     """
     proto = load_model(model)
-    found = selected(proto, patterns, exclude)
+    found = selected(proto, all_parameters(proto), patterns, exclude)
     warn_of_merged(proto, found)
     return found
 
 
-def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Patterns = None) -> list[str]:
-    """Implement `parameters` without the warning about those that the exporter has changed."""
-    proto = open_linear_models(proto)
-    found = _default(proto)
+def selected(
+    proto: onnx.ModelProto, known: Sequence[str], patterns: Patterns = None, exclude: Patterns = None
+) -> list[str]:
+    """Return those of the parameters, `known`, that are chosen; see `parameters`."""
+    proto, found = open_linear_models(proto), list(known)
     if patterns is None:
         # Weights that have adapters are frozen.
         found = [name for pair in adapter_names(found).values() for name in pair] or found
@@ -75,11 +76,6 @@ def selected(proto: onnx.ModelProto, patterns: Patterns = None, exclude: Pattern
         left = matching("exclude", _listed(exclude), found, origins)
         found = [name for name in found if name not in left]
     return list(dict.fromkeys(found))
-
-
-def all_parameters(proto: onnx.ModelProto) -> list[str]:
-    """Return the names of all parameters, also of those that are not trained by default."""
-    return _default(open_linear_models(proto))
 
 
 def matching(argument: str, patterns: Iterable[str], names: Sequence[str], origins: Origins) -> set[str]:
@@ -104,7 +100,8 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _default(proto: onnx.ModelProto) -> list[str]:
+def all_parameters(proto: onnx.ModelProto) -> list[str]:
+    """Return the names of all parameters, also of those that are not trained by default."""
     from ortgrad.graph.bodies import is_body
     from ortgrad.graph.serialization import read
     from ortgrad.passes import run
@@ -115,6 +112,7 @@ def _default(proto: onnx.ModelProto) -> list[str]:
     from ortgrad.pipelines.opening import OPENING
     from ortgrad.pipelines.targets import find_parameters  # onnx-ir is slow to import
 
+    proto = open_linear_models(proto)
     with diagnosing(proto):
         model = inline(read(proto), lambda function: not is_body(function))
         model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)

@@ -22,6 +22,7 @@ from ortgrad.errors import (
 )
 from ortgrad.graph.feeds import native_order
 from ortgrad.graph.loading import load_model, one_line, onnxruntime_errors
+from ortgrad.pipelines.prepare import GradientModel
 from ortgrad.runtime.session import InferenceSession
 from ortgrad.training.buffers import as_ort_value
 
@@ -41,24 +42,25 @@ class BoundSession:
 
     def __init__(
         self,
-        model: onnx.ModelProto,
+        model: onnx.ModelProto | GradientModel,
         folder: Path,
         options: onnxruntime.SessionOptions,
         user_inputs: Sequence[str],
         user_outputs: Sequence[str],
     ) -> None:
         self.user_inputs, self.user_outputs = list(user_inputs), list(user_outputs)
-        if any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer):
+        graph = (model.source if isinstance(model, GradientModel) else model).graph
+        if any(t.data_location == onnx.TensorProto.EXTERNAL for t in graph.initializer):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
         try:
             with _without_memory_pattern(options):
                 self._session = InferenceSession(model, options)
         except ModelError as error:
             raise TrainingModelError(str(error)) from error
-        self._labels = _labels(model.graph)
+        self._labels = _labels(graph)
         self._declared = {value.name: value for value in self._session.get_inputs()}
         # onnxruntime may say of these that they have no dimensions.
-        self._any_shape = {v.name for v in model.graph.input if not v.type.tensor_type.HasField("shape")}
+        self._any_shape = {v.name for v in graph.input if not v.type.tensor_type.HasField("shape")}
         self._binding = self._session.io_binding()
         # The binding does not keep the memory of its values alive.
         self._inputs: dict[str, onnxruntime.OrtValue] = {}
@@ -66,6 +68,10 @@ class BoundSession:
         self._feeds: dict[str, np.ndarray] = {}
         self._arrays: dict[str, np.ndarray] = {}
         self._places: dict[str, int] = {}
+
+    def takes(self, name: str) -> bool:
+        """Return whether there is an input of this name."""
+        return name in self._declared
 
     def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
         """Bind inputs and outputs to arrays for all runs."""

@@ -45,9 +45,14 @@ def load_weights(model: ModelLike, parameters: Collection[str]) -> Weights:
     """Return the model; if it is large, without the values of the parameters, which are read one by one."""
     proto = load_model(model, external_data=False)
     folder = str(Path(model).parent) if isinstance(model, (str, os.PathLike)) else ""
-    if sum(size_of(tensor) for tensor in proto.graph.initializer) <= LARGE:
-        if folder:
-            proto = load_model(model)
+    if folder and not _is_large(proto):
+        proto = load_model(model)
+    return split_weights(proto, parameters, folder)
+
+
+def split_weights(proto: onnx.ModelProto, parameters: Collection[str], folder: str = "") -> Weights:
+    """Do what `load_weights` does, for a model that is loaded; `folder` has its external data."""
+    if not _is_large(proto):
         return Weights(proto)
     taken = [t for t in proto.graph.initializer if t.name in parameters]
     rest = sum(size_of(tensor) for tensor in proto.graph.initializer if tensor.name not in parameters)
@@ -64,6 +69,10 @@ def load_weights(model: ModelLike, parameters: Collection[str]) -> Weights:
                 tensor.data_location = TensorProto.DEFAULT
                 del tensor.external_data[:]
     return Weights(light, {tensor.name: tensor for tensor in taken}, folder)
+
+
+def _is_large(model: onnx.ModelProto) -> bool:
+    return sum(size_of(tensor) for tensor in model.graph.initializer) > LARGE
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
@@ -124,7 +133,7 @@ def copy_without(message: Any, fields: Collection[str]) -> Any:
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:
     """Write a model; if it is too large for one message, its weights go to `<path>.data`."""
-    if sum(size_of(tensor) for tensor in model.graph.initializer) > LARGE:
+    if _is_large(model):
         onnx.save(
             model,
             path,

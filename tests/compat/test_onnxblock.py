@@ -597,3 +597,23 @@ def test_parameters_of_another_shape_or_type_are_refused(tmp_path: Path, other: 
 def test_examples(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted and not results.failed
+
+
+def test_a_model_is_checked_once_after_the_outermost_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(model_accessor, "check", lambda model: checked.append(len(model.graph.node)))
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2] x) => (float[N, 2] y) { y = Relu(x) }'
+    )
+
+    class Both(onnxblock.Block):
+        def build(self, name: str) -> str:
+            first, second = onnxblock.loss.MSELoss()(name), onnxblock.loss.L1Loss()(name)
+            result: str = blocks.Add()(first, second)
+            return result
+
+    with onnxblock.base(model):
+        Both()("y")
+        assert checked == [8]
+        blocks.Neg()("y")
+        assert checked == [8, 9]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,14 @@ from ortgrad.errors import (
     TrainingError,
     TrainingModelError,
 )
-from ortgrad.training import SGD, Adagrad, Adam, AdamW, RMSprop, Trainer, checkpoint
+from ortgrad.graph.loading import load_model
+from ortgrad.graph.serialization import read
+from ortgrad.pipelines.opening import OPENING
+from ortgrad.training import SGD, Adagrad, Adam, AdamW, RMSprop, Trainer, checkpoint, fit
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 
+MODELS = Path(__file__).parents[1] / "models"
 Arrays = dict[str, np.ndarray]
 
 
@@ -450,7 +455,7 @@ def test_parameters_stay_at_their_address() -> None:
 def test_a_resumed_training_is_the_same_to_the_bit(every: int | None, suffix: str, tmp_path: Path) -> None:
     x, labels = training_process.data()
 
-    def train(path: Path, stop: int | None = None, resume: bool = False) -> Trainer:
+    def train(path: Path, stop: int | None = None, resume: bool = False) -> training.Result:
         found = Trainer(
             training_process.network(),  # type: ignore[arg-type]
             loss="cross-entropy",
@@ -460,18 +465,18 @@ def test_a_resumed_training_is_the_same_to_the_bit(every: int | None, suffix: st
             threads=1,
         )
         if stop is not None:
-            apply = found._apply
+            updates = found._stepper.updates
+            apply = updates.apply
 
             def interrupted(*arguments: Any) -> None:
                 if found.steps == stop:
                     raise KeyboardInterrupt
                 apply(*arguments)
 
-            found._apply = interrupted  # type: ignore[method-assign]
-        found.fit(
+            updates.apply = interrupted  # type: ignore[method-assign]
+        return found.fit(
             (x, labels), epochs=3, batch_size=40, checkpoint=path, checkpoint_every=every, resume=resume
         )
-        return found
 
     whole, path = train(tmp_path / f"whole{suffix}"), tmp_path / f"stopped{suffix}"
     for stop in (2, 9, 16):
@@ -479,9 +484,9 @@ def test_a_resumed_training_is_the_same_to_the_bit(every: int | None, suffix: st
             train(path, stop, resume=True)
     resumed = train(path, resume=True)
     assert resumed.steps == whole.steps == 21
-    assert resumed._place.losses == whole._place.losses
-    assert resumed._place.history == whole._place.history
-    for name, array in arrays_of(whole).items():
+    assert resumed.losses == whole.losses
+    assert resumed.history == whole.history
+    for name, array in arrays_of(whole.trainer).items():
         assert resumed.state.parameter(name).tobytes() == array.tobytes(), name
 
 
@@ -655,3 +660,35 @@ def test_options_of_fit_that_are_refused(options: dict[str, Any], words: str) ->
 def test_settings_of_optimizers_that_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(TrainingError):
         make()
+
+
+def test_a_model_is_loaded_once_and_opened_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to find the parameters, and once to build the gradients that the session runs."""
+    Trainer(MODELS / "cnn.onnx", loss="cross-entropy")  # imports all modules
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    counters = {id(f): counted(f.__name__, f) for f in (load_model, read, OPENING[0])}
+    for module in [m for name, m in sys.modules.items() if name.startswith("ortgrad.")]:
+        for name, value in list(vars(module).items()):
+            if name == "OPENING":
+                monkeypatch.setattr(module, name, tuple(counters.get(id(each), each) for each in value))
+            elif id(value) in counters:
+                monkeypatch.setattr(module, name, counters[id(value)])
+    trainer = Trainer(MODELS / "cnn.onnx", loss="cross-entropy", accumulate=2)
+    opening = OPENING[0].__name__
+    assert calls == {"load_model": 1, "read": 2, opening: 2}
+    batch = np.zeros((2, 1, 8, 8), np.float32), np.array([0, 1])
+    trainer.step(batch, batch)
+    assert calls == {"load_model": 1, "read": 2, opening: 2}
+    trainer.evaluate([batch])
+    assert calls == {"load_model": 2, "read": 2, opening: 2}
+    calls.clear()
+    fit(MODELS / "cnn.onnx", batch, loss="cross-entropy")
+    assert calls == {"load_model": 1, "read": 2, opening: 2}

@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from ortgrad.errors import NameNotFoundError, TrainingError
+from ortgrad.errors import TrainingError
 from ortgrad.keywords import checked
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.training.onnxblock import graph
-from ortgrad.training.onnxblock.graph import add_node, generate_graph_name
-from ortgrad.training.onnxblock.model_accessor import current
+from ortgrad.training import protos
+from ortgrad.training.onnxblock.model_accessor import building, current
+from ortgrad.training.protos import Nodes, add_node, generate_graph_name
 
 
 @checked
@@ -47,15 +47,14 @@ class Block(ABC):
         """Add the nodes and return the names of the results."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `build` and check the model."""
-        self.base = current().model
-        output = self.build(*args, **kwargs)
-        graph.check(self.base)
-        return output
+        """Call `build`; the outermost of the calls checks the model."""
+        with building() as accessor:
+            self.base = accessor.model
+            return self.build(*args, **kwargs)
 
     def infer_shapes_on_base(self) -> onnx.ModelProto:
         """Return a copy of the model with inferred types and shapes."""
-        return graph.with_inferred(current().model)
+        return protos.with_inferred(current().model)
 
 
 class _Operator(Block):
@@ -117,7 +116,7 @@ class Pow(Block):
         self._exponent = exponent
 
     def build(self, pow_input_name: str) -> str:
-        exponent = _add_float(self.base, "pow_exponent", self._exponent)
+        exponent = Nodes(self.base).number("pow_exponent", self._exponent)
         return add_node(
             self.base, "Pow", [pow_input_name, exponent], [generate_graph_name(self.base, "pow_output")]
         )
@@ -173,7 +172,7 @@ class Constant(Block):
         self._value = value_float
 
     def build(self) -> str:
-        return _add_float(self.base, "initializer", self._value)
+        return Nodes(self.base).number("initializer", self._value)
 
 
 class SequenceConstruct(Block):
@@ -190,7 +189,7 @@ class ReduceAllL2(Block):
     def build(self, *reduce_node_input_names: str) -> str:
         output = generate_graph_name(self.base, "reducealll2_output")
         inputs = list(reduce_node_input_names)
-        kind = graph.element_type(self.base, inputs[0]) if inputs else TensorProto.FLOAT
+        kind = protos.element_type(self.base, inputs[0]) if inputs else TensorProto.FLOAT
         add_node(self.base, "ReduceAllL2", inputs, [output], domain=DOMAIN)
         self.base.graph.value_info.append(onnx.helper.make_tensor_value_info(output, kind, [1]))
         return output
@@ -205,10 +204,10 @@ class Clip(Block):
         self._max = clip_max
 
     def build(self, clip_input_name: str) -> str:
-        kind = graph.element_type(self.base, clip_input_name)
+        kind = protos.element_type(self.base, clip_input_name)
         bounds = [
             # ONNX defines bounds as scalars.
-            "" if bound is None else _add_float(self.base, name, bound, kind, [])
+            "" if bound is None else Nodes(self.base).number(name, bound, kind, [])
             for name, bound in (("clip_min", self._min), ("clip_max", self._max))
         ]
         output = generate_graph_name(self.base, "clip_output")
@@ -230,12 +229,8 @@ class InputLike(Block):
         self._like = like
 
     def build(self, input_name: str | None = None) -> str:
-        try:
-            found = graph.find_value(self.base, self._like)
-        except NameNotFoundError as error:
-            raise NameNotFoundError(f"no input can be like {self._like!r}: {error}") from error
         name = input_name or generate_graph_name(self.base, "input")
-        self.base.graph.input.add(name=name, type=found.type)
+        protos.input_like(self.base, self._like, name)
         return name
 
 
@@ -312,16 +307,3 @@ class Linear(Block):
         values = np.random.randn(*shape).astype(np.float32)
         self.base.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
         return name
-
-
-def _add_float(
-    model: onnx.ModelProto,
-    token: str,
-    value: float,
-    kind: int = TensorProto.FLOAT,
-    shape: Sequence[int] = (1,),
-) -> str:
-    """Add an initializer of one element and return its name."""
-    name = generate_graph_name(model, token)
-    model.graph.initializer.append(onnx.helper.make_tensor(name, kind, shape, [value]))
-    return name

@@ -16,6 +16,7 @@ from ortgrad.errors import TrainingError
 from ortgrad.graph.protos import copy_of
 from ortgrad.keywords import checked
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.training.protos import check
 from ortgrad.training.versions import NEWEST_IR_VERSION, NEWEST_OPSET
 
 
@@ -25,6 +26,9 @@ class ModelAccessor:
     def __init__(self, model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = None) -> None:
         self._model = model
         self._path = model_path
+        # How many calls of blocks are under way, and whether one has added nodes that are not checked yet.
+        self.depth = 0
+        self.unchecked = False
 
     @property
     def model(self) -> onnx.ModelProto:
@@ -51,6 +55,24 @@ def current() -> ModelAccessor:
     if accessor is None:
         raise TrainingError("there is no model to build on; call blocks within onnxblock.base(model)")
     return accessor
+
+
+@contextmanager
+def building(*, checks: bool = True) -> Iterator[ModelAccessor]:
+    """Within this context, a block adds nodes. After the outermost one, the model is checked.
+
+    It is not if none of the blocks `checks` its nodes.
+    """
+    accessor = current()
+    accessor.depth += 1
+    try:
+        yield accessor
+    finally:
+        accessor.depth -= 1
+    accessor.unchecked |= checks
+    if accessor.unchecked and not accessor.depth:
+        accessor.unchecked = False
+        check(accessor.model)
 
 
 @checked

@@ -10,7 +10,7 @@ import onnx
 from ortgrad.errors import TrainingError
 from ortgrad.training.models import build_models, take_parameters
 from ortgrad.training.onnxblock import blocks, graph
-from ortgrad.training.onnxblock.model_accessor import current
+from ortgrad.training.onnxblock.model_accessor import building
 from ortgrad.training.versions import limit_versions
 
 
@@ -45,9 +45,9 @@ class ForwardBlock(blocks.Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `build` and make the values that it returns the outputs of the model."""
-        accessor = current()
-        self.base = accessor.model
-        output = self.build(*args, **kwargs)
+        with building(checks=False) as accessor:
+            self.base = accessor.model
+            output = self.build(*args, **kwargs)
         self._model = self.infer_shapes_on_base()
         graph.register_outputs(self._model, output)
         limit_versions(self._model)
@@ -112,9 +112,9 @@ class TrainingBlock(blocks.Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `build` and make the models for training and evaluation from the result."""
-        accessor = current()
-        self.base = accessor.model
-        output = self.build(*args, **kwargs)
+        with building(checks=False) as accessor:
+            self.base = accessor.model
+            output = self.build(*args, **kwargs)
         model = self.infer_shapes_on_base()
         graph.register_outputs(model, output)
         parameters = take_parameters(model, self._requires_grad, self._frozen_params)

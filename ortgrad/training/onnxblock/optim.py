@@ -11,8 +11,8 @@ from onnx import TensorProto
 from ortgrad.errors import NoParametersError, TrainingModelError
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.training.onnxblock import blocks
-from ortgrad.training.onnxblock.graph import add_node, generate_graph_name
 from ortgrad.training.onnxblock.models import ForwardBlock
+from ortgrad.training.protos import add_node, generate_graph_name
 
 __all__ = ["SGD", "AdamW", "ClipGradNorm"]
 

@@ -9,6 +9,8 @@ import numpy as np
 from ortgrad.compiled.functions import double, sqrt
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 
+_CLIP_EPSILON = 1e-6
+
 
 def adamw_loop(
     chunk: int,
@@ -395,3 +397,12 @@ def norm(arrays: list[np.ndarray], *, threads: int = 1, compiled: bool = True) -
         squares(array, sums, threads=threads, compiled=compiled)
         total += float(sums.sum())
     return math.sqrt(total) if total >= 0 else math.nan
+
+
+def clip(gradients: list[np.ndarray], largest: float, threads: int) -> None:
+    """Scale the gradients in place so that their norm is at most `largest`."""
+    factor = largest / (norm(gradients, threads=threads) + _CLIP_EPSILON)
+    # Not `factor < 1`: if the norm is NaN, so are all gradients.
+    if not factor >= 1:
+        for flat in gradients:
+            scale(flat, threads=threads, factor=factor)

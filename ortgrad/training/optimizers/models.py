@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,12 +14,13 @@ from ortgrad.errors import TrainingModelError
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.training.buffers import Arena
 from ortgrad.training.optimizers import kernels
+from ortgrad.training.optimizers.kernels import clip
 from ortgrad.training.optimizers.passes import Pass, warm_up
+from ortgrad.training.optimizers.rules import Step, update_adamw
 from ortgrad.training.sessions import read_model
 from ortgrad.training.state import Group
 
 _COMMON = ("learning_rate", "step", "params", "gradients", "first_order_moments")
-_CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,6 @@ class Rule(ABC):
         return True
 
 
-def clip(gradients: list[np.ndarray], largest: float, threads: int) -> None:
-    """Scale the gradients in place so that their norm is at most `largest`."""
-    norm = kernels.norm(gradients, threads=threads)
-    factor = largest / (norm + _CLIP_EPSILON)
-    # Not `factor < 1`: if the norm is NaN, so are all gradients.
-    if not factor >= 1:
-        for flat in gradients:
-            kernels.scale(flat, threads=threads, factor=factor)
-
-
 @dataclass(frozen=True)
 class AdamW(Rule):
     """AdamWOptimizer, in the order of PyTorch (adam_mode 0) or of Hugging Face (1)."""
@@ -95,23 +85,14 @@ class AdamW(Rule):
         return (kernels.adamw,)
 
     def _update(self, arrays: Sequence[np.ndarray], group: Group, threads: int) -> None:
-        step, rate = group.step + 1, group.rate
-        first = second = 1.0
-        if self.correct_bias:
-            first, second = 1 - self.alpha**step, 1 - self.beta**step
-        decay = 1 - rate * self.weight_decay
-        kernels.adamw(
-            *arrays,
-            threads=threads,
+        update_adamw(
+            arrays,
+            Step(group.step + 1, group.rate, self.weight_decay, threads),
             beta1=self.alpha,
-            rest1=1 - self.alpha,
             beta2=self.beta,
-            rest2=1 - self.beta,
             epsilon=self.epsilon,
-            root=1.0 if self.adam_mode else 1 / math.sqrt(second),
-            rate=rate / first * (math.sqrt(second) if self.adam_mode else 1),
-            before=1.0 if self.adam_mode else decay,
-            after=decay if self.adam_mode else 1.0,
+            corrects_bias=self.correct_bias,
+            as_hugging_face=self.adam_mode == 1,
         )
 
 

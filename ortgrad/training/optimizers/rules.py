@@ -62,6 +62,38 @@ def _below_one(name: str, value: float) -> None:
         raise TrainingError(f"{name} is {value}; it must be less than 1")
 
 
+def update_adamw(
+    arrays: Sequence[np.ndarray],
+    step: Step,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    corrects_bias: bool = True,
+    as_hugging_face: bool = False,
+) -> None:
+    """Make a step of AdamW as PyTorch's, or as Hugging Face's.
+
+    Hugging Face's adds epsilon before the bias is corrected, and applies the weight decay after the update.
+    """
+    first = 1 - beta1**step.number if corrects_bias else 1.0
+    second = math.sqrt(1 - beta2**step.number) if corrects_bias else 1.0
+    rate, decay = step.learning_rate / first, 1 - step.learning_rate * step.weight_decay
+    kernels.adamw(
+        *arrays,
+        threads=step.threads,
+        beta1=beta1,
+        rest1=1 - beta1,
+        beta2=beta2,
+        rest2=1 - beta2,
+        epsilon=epsilon,
+        root=1.0 if as_hugging_face else 1 / second,
+        rate=rate * second if as_hugging_face else rate,
+        before=1.0 if as_hugging_face else decay,
+        after=decay if as_hugging_face else 1.0,
+    )
+
+
 @checked
 @dataclass(frozen=True)
 class AdamW(Optimizer):
@@ -91,19 +123,7 @@ class AdamW(Optimizer):
         return (kernels.adamw,)
 
     def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
-        kernels.adamw(
-            *arrays,
-            threads=step.threads,
-            beta1=self.beta1,
-            rest1=1 - self.beta1,
-            beta2=self.beta2,
-            rest2=1 - self.beta2,
-            epsilon=self.epsilon,
-            root=1 / math.sqrt(1 - self.beta2**step.number),
-            rate=step.learning_rate / (1 - self.beta1**step.number),
-            before=1 - step.learning_rate * step.weight_decay,
-            after=1.0,
-        )
+        update_adamw(arrays, step, beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
 
 
 @checked
@@ -138,8 +158,8 @@ class Adam(Optimizer):
         parameters, gradients, *_ = arrays
         if step.weight_decay:
             kernels.add_decay(parameters, gradients, threads=step.threads, decay=step.weight_decay)
-        decoupled = AdamW(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
-        decoupled.update(arrays, replace(step, weight_decay=0.0))
+        step = replace(step, weight_decay=0.0)
+        update_adamw(arrays, step, beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
 
 
 @checked
