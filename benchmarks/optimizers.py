@@ -18,14 +18,14 @@ import torch
 from tables import number, table
 
 from ortgrad.training.buffers import Arena
-from ortgrad.training.optimizers import models
+from ortgrad.training.optimizers import nodes as optimizer_nodes
 from ortgrad.training.state import Group
 
 Step = Callable[[], object]
 RATE = 1e-3
 
 
-def ours(rule: models.Rule, size: int, threads: int) -> tuple[Step, np.ndarray]:
+def ours(rule: optimizer_nodes.Rule, size: int, threads: int) -> tuple[Step, np.ndarray]:
     numbers = np.random.default_rng(0)
     parameters = Arena.of({"w": numbers.standard_normal(size, dtype=np.float32)})
     gradients = Arena.of({"w": numbers.standard_normal(size, dtype=np.float32)})
@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     arguments = parser.parse_args()
-    cases: dict[str, tuple[models.Rule, type[torch.optim.Optimizer]]] = {
-        "AdamW": (models.AdamW((), True, 0.9, 0.999, 1e-8, 0.01, True, 0), torch.optim.AdamW),
-        "SGD": (models.SGD((), True), torch.optim.SGD),
+    cases: dict[str, tuple[optimizer_nodes.Rule, type[torch.optim.Optimizer]]] = {
+        "AdamW": (optimizer_nodes.AdamW((), True, 0.9, 0.999, 1e-8, 0.01, True, 0), torch.optim.AdamW),
+        "SGD": (optimizer_nodes.SGD((), True), torch.optim.SGD),
     }
     rows = []
     for threads in arguments.threads:

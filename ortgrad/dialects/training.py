@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Translation: TypeAlias = "Callable[[Recorder, ForeignNode], ir.Value | Sequence[ir.Value | None]]"
 _translations: dict[str, Translation] = {}
+# The operator that adds gradients to those of earlier batches.
+ACCUMULATOR = "InPlaceAccumulatorV2"
 # onnxruntime-training has these in the default domain, where onnx does not define them.
 IN_DEFAULT_DOMAIN = ("SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad")
 

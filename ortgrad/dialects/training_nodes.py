@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ortgrad.dialects.training import IN_DEFAULT_DOMAIN
+from ortgrad.dialects.training import ACCUMULATOR, IN_DEFAULT_DOMAIN
 from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import gradient_nodes
 from ortgrad.graph.names import Names
@@ -18,7 +18,6 @@ from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
 
 POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
-ACCUMULATOR = "InPlaceAccumulatorV2"
 
 
 def adopt_training_nodes(model: ir.Model) -> ir.Model:

@@ -15,7 +15,7 @@ from ortgrad.errors import TrainingError, TrainingModelError
 from ortgrad.training.checkpoint import Checkpoint
 from ortgrad.training.data import Batch, Inputs
 from ortgrad.training.evaluation import in_evaluation
-from ortgrad.training.models import take_parameters
+from ortgrad.training.parameters import take_parameters
 from ortgrad.training.protos import find_value, generate_graph_name, with_inferred
 from ortgrad.training.sessions import BoundSession
 from ortgrad.training.state import TrainingState

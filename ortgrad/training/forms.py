@@ -7,11 +7,11 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
+from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.passes.tidy import remove_unused
-from ortgrad.training.models import ACCUMULATOR
 
 
 def in_training(model: ir.Model, untrained: Collection[str] = ()) -> ir.Model:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import NameNotFoundError, TrainingModelError
 from ortgrad.graph.names import Names
 from ortgrad.graph.protos import copy_of
@@ -19,7 +20,7 @@ from ortgrad.pipelines.prepare import GradientModel
 from ortgrad.threads import forks_wait
 from ortgrad.training.differentiation import differentiate
 from ortgrad.training.forms import unbiased_excess, use_internal_batch_norm
-from ortgrad.training.models import ACCUMULATOR, Parameters
+from ortgrad.training.parameters import Parameters
 
 
 @dataclass

@@ -20,7 +20,8 @@ import ortgrad
 from ortgrad.compiled import machine_code
 from ortgrad.errors import TrainingModelError
 from ortgrad.training.buffers import Arena
-from ortgrad.training.optimizers import kernels, models, passes
+from ortgrad.training.optimizers import kernels, passes
+from ortgrad.training.optimizers import nodes as optimizer_nodes
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 from ortgrad.training.state import Group
 
@@ -225,7 +226,7 @@ def state(shapes: dict[str, tuple[int, ...]], dtype: Any, seed: int) -> Arena:
 SHAPES: dict[str, tuple[int, ...]] = {"w": (33, 7), "b": (7,), "scalar": (), "none": (0, 3)}
 
 
-def group_for(rule: models.Rule, parameters: Arena, rate: float) -> Group:
+def group_for(rule: optimizer_nodes.Rule, parameters: Arena, rate: float) -> Group:
     group = Group()
     group.rate = rate
     group.momentums = {name: parameters.like() for name in rule.momentums}
@@ -234,7 +235,7 @@ def group_for(rule: models.Rule, parameters: Arena, rate: float) -> Group:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_adamw_mode_0_is_that_of_pytorch(dtype: Any) -> None:
-    rule = models.AdamW((), True, 0.9, 0.999, 1e-8, 0.01, True, 0)
+    rule = optimizer_nodes.AdamW((), True, 0.9, 0.999, 1e-8, 0.01, True, 0)
     parameters = state(SHAPES, dtype, 0)
     tensors = {k: torch.nn.Parameter(torch.from_numpy(v.copy())) for k, v in parameters.arrays.items()}
     other = torch.optim.AdamW(tensors.values(), lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -255,7 +256,7 @@ def test_adamw_mode_0_is_that_of_pytorch(dtype: Any) -> None:
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_adamw_mode_1_is_that_of_onnxruntime_training(correct_bias: bool) -> None:
     """The formula of its kernel, in double precision: bias correction of the rate, decay afterwards."""
-    rule = models.AdamW((), True, 0.9, 0.999, 1e-6, 0.1, correct_bias, 1)
+    rule = optimizer_nodes.AdamW((), True, 0.9, 0.999, 1e-6, 0.1, correct_bias, 1)
     parameters = state(SHAPES, np.float64, 0)
     group = group_for(rule, parameters, 0.01)
     w = {k: v.copy() for k, v in parameters.arrays.items()}
@@ -277,7 +278,7 @@ def test_adamw_mode_1_is_that_of_onnxruntime_training(correct_bias: bool) -> Non
 
 
 def test_sgd_is_that_of_pytorch() -> None:
-    rule = models.SGD((), True)
+    rule = optimizer_nodes.SGD((), True)
     parameters, gradients = state(SHAPES, np.float32, 0), state(SHAPES, np.float32, 1)
     expected = {k: v - np.float32(0.1) * gradients[k] for k, v in parameters.arrays.items()}
     rule.apply(parameters, gradients, group_for(rule, parameters, 0.1), 1)
@@ -287,7 +288,7 @@ def test_sgd_is_that_of_pytorch() -> None:
 
 @pytest.mark.parametrize("largest", [0.5, 1e6])
 def test_clipping_is_that_of_pytorch(largest: float) -> None:
-    rule = models.SGD((largest,), True)
+    rule = optimizer_nodes.SGD((largest,), True)
     parameters, gradients = state(SHAPES, np.float32, 0), state(SHAPES, np.float32, 1)
     tensors = [torch.nn.Parameter(torch.zeros(v.shape)) for v in gradients.arrays.values()]
     for tensor, gradient in zip(tensors, gradients.arrays.values(), strict=True):
@@ -302,7 +303,7 @@ def test_clipping_is_that_of_pytorch(largest: float) -> None:
 def test_clipping_of_nan_spoils_all_gradients() -> None:
     """As in PyTorch and onnxruntime-training: an update with part of the gradients would be wrong."""
     gradients = [np.float32([1, np.nan]), np.float32([1, 2])]
-    models.clip(gradients, 1.0, 1)
+    kernels.clip(gradients, 1.0, 1)
     assert all(np.isnan(gradient).all() for gradient in gradients)
 
 
@@ -321,33 +322,33 @@ def clipping(max_norm: float, into: str = "clipped", **attributes: Any) -> onnx.
 
 
 def test_optimizer_model_of_onnxruntime_training() -> None:
-    rule = models.read_optimizer(GOLDEN / "cnn" / "optimizer_model.onnx")
-    assert isinstance(rule, models.AdamW)
+    rule = optimizer_nodes.read_optimizer(GOLDEN / "cnn" / "optimizer_model.onnx")
+    assert isinstance(rule, optimizer_nodes.AdamW)
     assert (rule.adam_mode, rule.correct_bias, rule.weight_decay) == (1, True, 0)
     assert rule.alpha == pytest.approx(0.9)
     assert rule.epsilon == pytest.approx(1e-6)
 
 
 def test_defaults_of_the_operator() -> None:
-    rule = models.rule_of(optimizer_model([adamw()]))
-    assert isinstance(rule, models.AdamW)
+    rule = optimizer_nodes.rule_of(optimizer_model([adamw()]))
+    assert isinstance(rule, optimizer_nodes.AdamW)
     assert (rule.adam_mode, rule.correct_bias) == (0, True)
     assert (rule.epsilon, rule.weight_decay) == (pytest.approx(1e-8), pytest.approx(1e-2))
 
 
 def test_clipping_and_update_signal() -> None:
-    rule = models.rule_of(optimizer_model([clipping(0.5), adamw("clipped")]))
+    rule = optimizer_nodes.rule_of(optimizer_model([clipping(0.5), adamw("clipped")]))
     assert rule.clips == (0.5,) and rule.updates
     off = onnx.numpy_helper.from_array(np.array([False]), "signal")
-    rule = models.rule_of(optimizer_model([adamw("gradients", "signal")], initializers=(off,)))
+    rule = optimizer_nodes.rule_of(optimizer_model([adamw("gradients", "signal")], initializers=(off,)))
     assert not rule.updates
     parameters, gradients = state(SHAPES, np.float32, 0), state(SHAPES, np.float32, 1)
     before = parameters["w"].copy()
     assert not rule.apply(parameters, gradients, group_for(rule, parameters, 0.1), 1)
     assert np.array_equal(parameters["w"], before)
     constant = helper.make_node("Constant", [], ["signal"], value=off)
-    assert not models.rule_of(optimizer_model([constant, adamw("gradients", "signal")])).updates
-    assert isinstance(models.rule_of(optimizer_model([sgd()], NAMES[:3])), models.SGD)
+    assert not optimizer_nodes.rule_of(optimizer_model([constant, adamw("gradients", "signal")])).updates
+    assert isinstance(optimizer_nodes.rule_of(optimizer_model([sgd()], NAMES[:3])), optimizer_nodes.SGD)
 
 
 @pytest.mark.parametrize(
@@ -370,14 +371,14 @@ def test_clipping_and_update_signal() -> None:
 )
 def test_other_models_are_refused(model: onnx.ModelProto, reason: str) -> None:
     with pytest.raises(TrainingModelError, match=reason):
-        models.rule_of(model)
+        optimizer_nodes.rule_of(model)
 
 
 @pytest.mark.parametrize("mode", [0, 1])
 def test_the_same_as_the_expanded_model_in_a_session(mode: int) -> None:
     """The optimizer model as a model: expanded to standard operators, whose outputs are sequences."""
     model = optimizer_model([clipping(2.0), adamw("clipped", adam_mode=mode)])
-    rule = models.rule_of(model)
+    rule = optimizer_nodes.rule_of(model)
     node = model.graph.node[1]
     node.output.extend(["new_w", "new_m", "new_v"])
     model.graph.output.extend(helper.make_value_info(name, SEQUENCE) for name in ("new_w", "new_m", "new_v"))
@@ -403,7 +404,7 @@ def test_the_same_as_the_expanded_model_in_a_session(mode: int) -> None:
 
 
 def test_types_without_a_kernel() -> None:
-    rule = models.SGD((), True)
+    rule = optimizer_nodes.SGD((), True)
     with pytest.raises(TrainingModelError, match="float16"):
         rule.warm_up(Arena({"w": ((3,), np.dtype(np.float16))}))
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
+from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.graph.tolerated import evaluated
 from ortgrad.keywords import checked
@@ -18,7 +19,7 @@ from ortgrad.threads import call_elsewhere
 from ortgrad.training import graphs
 from ortgrad.training.api.checkpoint_state import CheckpointState
 from ortgrad.training.inference import save_inference_model
-from ortgrad.training.models import ACCUMULATOR, RESET
+from ortgrad.training.layout import RESET
 from ortgrad.training.sessions import BoundSession, read_model
 
 _NOMINAL = "the checkpoint is nominal. Please load the model parameters first."

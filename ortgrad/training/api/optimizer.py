@@ -10,7 +10,7 @@ from ortgrad.errors import ArgumentTypeError, TrainingError
 from ortgrad.keywords import checked
 from ortgrad.threads import call_elsewhere
 from ortgrad.training.api.module import Module
-from ortgrad.training.optimizers.models import read_optimizer
+from ortgrad.training.optimizers.nodes import read_optimizer
 from ortgrad.training.optimizers.passes import thread_count
 
 _GROUP = "group0"

@@ -8,9 +8,10 @@ from typing import Any
 import onnx
 
 from ortgrad.errors import TrainingError
-from ortgrad.training.models import build_models, take_parameters
+from ortgrad.training.layout import build_models
 from ortgrad.training.onnxblock import blocks, graph
 from ortgrad.training.onnxblock.model_accessor import building
+from ortgrad.training.parameters import take_parameters
 from ortgrad.training.versions import limit_versions
 
 

@@ -1,4 +1,4 @@
-"""Reads optimizer models, which are then executed on the memory of the parameters by compiled kernels."""
+"""The nodes of optimizer models, which are executed on the memory of the parameters by compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ortgrad.errors import TrainingModelError
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.training.buffers import Arena
 from ortgrad.training.optimizers import kernels
-from ortgrad.training.optimizers.kernels import clip
 from ortgrad.training.optimizers.passes import Pass, warm_up
 from ortgrad.training.optimizers.rules import Step, update_adamw
 from ortgrad.training.sessions import read_model
@@ -56,7 +55,7 @@ class Rule(ABC):
     def apply(self, parameters: Arena, gradients: Arena, group: Group, threads: int) -> bool:
         """Make a step, and return whether the parameters were updated."""
         for largest in self.clips:
-            clip(list(gradients.flats.values()), largest, threads)
+            kernels.clip(list(gradients.flats.values()), largest, threads)
         if not self.updates:
             return False
         momentums = [group.momentums[name] for name in self.momentums]
