@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.rules import Rule
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import constant_tensor
 
 # Element-wise operators whose derivative may be infinite or NaN; that of a power, quotient or product depends
 # on the other operand.
@@ -101,7 +102,7 @@ def _own_flags(node: ir.Node, i: int, grad: ir.Value) -> tuple[ir.Value | None, 
 
 
 def _is_zero(value: ir.Value | None) -> bool:
-    tensor = _constant(value)
+    tensor = constant_tensor(value)
     return tensor is not None and tensor.size == 1 and not tensor.numpy().any()
 
 
@@ -109,14 +110,14 @@ def _may_be_infinite(node: ir.Node, i: int) -> bool:
     """Return whether the derivative with respect to the i-th input may not be finite."""
     if node.op_type == "Pow":
         # Whole powers from the first on.
-        exponent = None if i else _constant(node.inputs[1])
+        exponent = None if i else constant_tensor(node.inputs[1])
         numbers = None if exponent is None else exponent.numpy()
         return numbers is None or not bool(((numbers >= 1) & (numbers % 1 == 0)).all())
     if node.op_type == "Div":
         # If a scalar is zero, no element of the result is finite.
         other = node.inputs[1]
         scalar = other is not None and other.shape is not None and not len(other.shape)
-        return i == 1 or not (scalar or _constant(other) is not None)
+        return i == 1 or not (scalar or constant_tensor(other) is not None)
     if node.op_type == "Mul":
         return _has_infinities(node.inputs[1 - i], _STEPS)
     return node.op_type in _SINGULAR
@@ -130,7 +131,3 @@ def _has_infinities(value: ir.Value | None, steps: int) -> bool:
     if node.op_type in _INFINITE:
         return True
     return node.op_type in _PASSING and any(_has_infinities(v, steps - 1) for v in node.inputs)
-
-
-def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    return None if value is None else ir.convenience.get_const_tensor(value)

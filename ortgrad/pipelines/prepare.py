@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import onnx
 
@@ -12,15 +12,13 @@ from ortgrad.compiled import machine_code
 from ortgrad.dialects.optimizers import PREVIEW_TRAINING, find_optimizer
 from ortgrad.dialects.training import is_training_operator
 from ortgrad.errors import MissingPackageError
+from ortgrad.graph.lazy import ir
 from ortgrad.graph.loading import ModelLike, diagnosing, imports_domain, load_model, with_import
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
 from ortgrad.operators.declaration import PORTABLE_PREFIX, find_operator
 from ortgrad.threads import forks_wait
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Kernels = Literal["python", "onnx", "compiled", "auto"]
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import ir
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import AUTO_PADS, per_dimension, spatial
 from ortgrad.ops.conv import _body, _body_form, _compiled, _numpy
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from ortgrad.ops.conv._compiled import Known
 
 

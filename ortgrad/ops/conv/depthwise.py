@@ -7,20 +7,16 @@ and those of ConvGrad.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
 from ortgrad.ops._windows import spatial, windows
 from ortgrad.ops.conv import _body, _depthwise, _numpy
 from ortgrad.ops.conv.conv import ATTRIBUTES, DECLARATION
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 @operator("DepthwiseConvGrad", **DECLARATION)

@@ -21,11 +21,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan, vectors
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._scan import Results, Step
@@ -36,11 +37,6 @@ from ortgrad.ops.recurrent._cell import ATTRIBUTES, SHARED_KINDS, Cell, Operands
 from ortgrad.ops.recurrent._compiled import is_supported, pays
 from ortgrad.ops.recurrent._numpy_driver import each_gate, rows
 from ortgrad.ops.recurrent._onnx_driver import total, transposed, unless_ended
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # The gates i, o and f share an activation.
 _IOF_C = (3, 1)
