@@ -27,8 +27,8 @@ from peers import WAYS, accepted, start_all
 from tables import number, table
 
 import ortgrad
-from ortgrad.check.feeds import complete_feeds
-from ortgrad.check.sessions import CannotRunError, on_onnxruntime
+from ortgrad.check.random_feeds import complete_feeds
+from ortgrad.check.running import CannotRunError, on_onnxruntime
 from ortgrad.graph.loading import load_model
 from ortgrad.graph.protos import FLOATS
 

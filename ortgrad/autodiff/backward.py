@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.integers import float_copy, quantized_outputs
 from ortgrad.autodiff.rules import ForwardNode, Gradients, Rule, UnsupportedError, find_rule
-from ortgrad.autodiff.selection import Selections
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.autodiff.unchosen import Selections
 from ortgrad.errors import NodeError
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.recorder import Recorder

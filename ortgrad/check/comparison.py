@@ -15,7 +15,9 @@ from functools import cache
 import numpy as np
 
 from ortgrad.check.differences import Differences, rounding_of
-from ortgrad.check.judging import (
+from ortgrad.check.objective import Objective, Point, distance
+from ortgrad.check.result import Row
+from ortgrad.check.verdicts import (
     ACCURACY,
     COARSE_TOLERANCE,
     SAFETY,
@@ -30,8 +32,6 @@ from ortgrad.check.judging import (
     undecided,
     worst,
 )
-from ortgrad.check.objective import Objective, Point, distance
-from ortgrad.check.result import Row
 
 POINTS = 4  # tried until the function is smooth: the given one, and others beside it
 MORE_DIRECTIONS = 3  # tried where a direction crosses a kink, or where only one disagrees

@@ -19,11 +19,11 @@ from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import NodeError
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.gradient_nodes import put_in_place
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.shapes.inference import infer_types
 
 LARGEST_KERNEL = 16  # elements for each of which there is a product; larger ones need columns
 SERIES, FRACTION = 40, 60  # terms of the error function, below and above 2

@@ -68,10 +68,11 @@ def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
     }
     if not narrow:
         return model
+    from ortgrad.autodiff.defined_nodes import put_definition
     from ortgrad.graph.names import Names
     from ortgrad.graph.serialization import read, write
-    from ortgrad.passes.definitions import infer_defined_types, put_definition
     from ortgrad.passes.opset import at_minimum_opset
+    from ortgrad.shapes.defined_types import infer_defined_types
 
     defined = at_minimum_opset(read(model))
     infer_defined_types(defined)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from ortgrad.check.double_precision import low_values
-from ortgrad.check.sessions import CannotRunError, Run, on_onnxruntime
+from ortgrad.check.running import CannotRunError, Run, on_onnxruntime
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.protos import copy_of

@@ -12,15 +12,15 @@ import onnx
 
 from ortgrad.check.comparison import Clock, Comparison
 from ortgrad.check.double_precision import in_double
-from ortgrad.check.feeds import complete_feeds, describe_type
-from ortgrad.check.forward import make_forward
+from ortgrad.check.numeric_forward import make_forward
 from ortgrad.check.objective import Objective
 from ortgrad.check.per_node import check_nodes, intermediate_values, nodes_between
+from ortgrad.check.random_feeds import complete_feeds, describe_type
 from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
+from ortgrad.check.reachable import differentiable
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.rounding import rounding_behind
-from ortgrad.check.sessions import Backward
-from ortgrad.check.targets import differentiable
+from ortgrad.check.running import Backward
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays
 from ortgrad.graph.loading import ModelLike, load_model
@@ -62,7 +62,7 @@ def check_gradients(
     if onnxruntime can, in double. A gradient whose relative error exceeds `tolerance` (default: by element
     type) is wrong, unless something else may explain it: measured rounding, a kink, or differences that do
     not converge. It is then not judged, and neither are the straight-through gradients of quantized models.
-    The module `ortgrad.check.judging` has the mathematics.
+    The module `ortgrad.check.verdicts` has the mathematics.
 
     Where the function has a kink, such as Relu at 0, the gradients are checked at a point beside it. Random
     operators, such as a Dropout in training mode, are drawn once and give the same results everywhere.

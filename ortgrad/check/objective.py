@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 
 from ortgrad.check.differences import rounding_of
-from ortgrad.check.forward import Forward, size_of
-from ortgrad.check.sessions import Backward, CannotRunError
+from ortgrad.check.numeric_forward import Forward, size_of
+from ortgrad.check.running import Backward, CannotRunError
 from ortgrad.errors import ModelError
 from ortgrad.graph.feeds import Arrays
 

@@ -11,10 +11,10 @@ from onnx import helper, numpy_helper
 
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.check.comparison import Clock
-from ortgrad.check.judging import TIME_OUT
+from ortgrad.check.reachable import not_differentiable
 from ortgrad.check.result import GradientCheck, Row
-from ortgrad.check.sessions import values_of
-from ortgrad.check.targets import not_differentiable
+from ortgrad.check.running import values_of
+from ortgrad.check.verdicts import TIME_OUT
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.graph.loading import one_line

@@ -19,7 +19,7 @@ from onnx.reference.ops.op_average_pool import AveragePool_19
 from onnx.reference.ops.op_max_pool import MaxPool as ReferenceMaxPool
 from onnx.reference.ops.op_resize import Resize as ReferenceResize
 
-from ortgrad.check.sessions import CannotRunError, Run
+from ortgrad.check.running import CannotRunError, Run
 from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.pipelines.prepare import prepare_loaded
 

@@ -19,6 +19,7 @@ SEEN = (
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 TRAIN = "Train a forward model on the arrays of an npz file, and write the trained forward model."
 TRAINED = "what is trained: names or patterns such as 'layer4.*' (default: the parameters)"
+KERNELS = ("auto", "compiled", "python", "onnx")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -93,6 +94,14 @@ def make_parser() -> argparse.ArgumentParser:
     _add_names(explain, PARAMETERS, FIRST_OUTPUT)
     _add_feeds(explain, SEEN)
     explain.add_argument("--all", action="store_true", help="a line for every node instead")
+    explain.add_argument(
+        "--kernels",
+        nargs="?",
+        const="auto",
+        choices=KERNELS,
+        help="instead, a line for every node of the model with gradients: which kernel a session with these "
+        "kernels runs, and why (default: auto)",
+    )
 
     ops = commands.add_parser(
         "ops",
@@ -154,7 +163,7 @@ def _add_feeds(parser: argparse.ArgumentParser, text: str) -> None:
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
-        choices=["auto", "compiled", "python", "onnx"],
+        choices=KERNELS,
         default="auto",
         help="what computes gradient nodes: kernels compiled by Numba, Python kernels, standard ONNX "
         "operators, or per node whichever is fastest (default: auto)",

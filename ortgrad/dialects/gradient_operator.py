@@ -10,13 +10,13 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from ortgrad.autodiff.backward import BackwardPass, list_failures
 from ortgrad.dialects.optimizers import PREVIEW_TRAINING
 from ortgrad.errors import NodeError, UnsupportedGradientError
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import dependencies
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand_unsupported import expand_unsupported
-from ortgrad.passes.proven_shapes import infer_proven_shapes
+from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.proven_shapes import infer_proven_shapes
 
 
 def expand_gradient_operator(model: ir.Model) -> ir.Model:
@@ -47,7 +47,6 @@ def _is_gradient(node: ir.Node) -> bool:
 
 
 def _expand(model: ir.Model, node: ir.Node) -> None:
-    graph = model.graph
     if "xs" not in node.attributes or "y" not in node.attributes:
         raise NodeError("attributes xs and y are required")
     xs = list(node.attributes["xs"].as_strings())
@@ -58,8 +57,9 @@ def _expand(model: ir.Model, node: ir.Node) -> None:
             f"it has {len(node.inputs)} inputs and {len(node.outputs)} outputs, "
             f"but xs and zs name {len(xs)} and {len(zs)} tensors"
         )
-    values = _named(graph, [*xs, *zs, y])
-    expand_unsupported(model, [values[name] for name in xs], [values[y]])
+    _named(model.graph, [*xs, *zs, y])
+    expand_unsupported(model, xs, [y])
+    graph = model.graph
     values = _named(graph, [*xs, *zs, y])
     fed = {values[n]: v for n, v in zip([*xs, *zs], node.inputs, strict=True) if v is not None}
     if len(fed) != len(xs) + len(zs):

@@ -1,1 +1,1 @@
-"""Tools for graphs: recording, traversal, names, types and shapes, loading and saving of models."""
+"""Tools for graphs: recording, traversal, names; loading, checks and serialization; what exporters write."""

@@ -42,3 +42,11 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     return value.decode() if isinstance(value, bytes) else value
+
+
+def content(attribute: ir.Attr) -> str:
+    """Return what is equal for equal attributes without graphs."""
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensor = attribute.as_tensor()
+        return f"{tensor.dtype}{tensor.shape}{tensor.tobytes()!r}"
+    return repr(attribute.value)

@@ -10,10 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.errors import NodeError
-from ortgrad.graph.comparisons import record_comparisons
+from ortgrad.graph.contract_checks import record_comparisons
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.call import Call
+from ortgrad.operators.declaration import find_operator
 
 
 def record_body(
@@ -110,6 +111,11 @@ def make_function(call: Call, inputs: Sequence[ir.Value | None], opset: int) -> 
     digest = hashlib.sha256(ir.to_proto(function).SerializeToString(deterministic=True)).hexdigest()
     function.overload = digest[:12]
     return function
+
+
+def is_body(function: ir.Function) -> bool:
+    """Return whether the function has the name and overload of one that `make_function` made."""
+    return bool(find_operator(function.name, function.domain) and function.overload)
 
 
 def _nothing(op: Recorder, type_: str, arguments: Sequence[ir.Value], call: Call) -> ir.Value:

@@ -89,7 +89,7 @@ def with_import(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @contextmanager
-def judging(model: onnx.ModelProto) -> Iterator[None]:
+def diagnosing(model: onnx.ModelProto) -> Iterator[None]:
     """Within this context, raise ModelError for an unexpected exception if the model is invalid.
 
     An invalid model can make the passes fail in many ways. The ModelError says why onnx or onnxruntime

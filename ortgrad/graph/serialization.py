@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, with_dense_initializers
-from ortgrad.graph.portable import restore_gradient_nodes
+from ortgrad.graph.portable_calls import restore_gradient_nodes
 from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
 from ortgrad.operators.declaration import DOMAIN
 
@@ -92,6 +92,19 @@ def from_proto(source: onnx.ModelProto) -> ir.Model:
             if not is_known(value.type):
                 value.ClearField("type")
     return ir.from_proto(source)
+
+
+def refill(model: ir.Model, source: onnx.ModelProto) -> ir.Model:
+    """Put what a function of onnx has made of a model in the place of all that the model contains."""
+    made = from_proto(source)
+    model.graph = made.graph
+    for own, other in ((model.functions, made.functions), (model.metadata_props, made.metadata_props)):
+        own.clear()
+        own.update(other)  # type: ignore[arg-type]
+    model.ir_version, model.model_version = made.ir_version, made.model_version
+    model.producer_name, model.producer_version = made.producer_name, made.producer_version
+    model.domain, model.doc_string = made.domain, made.doc_string
+    return model
 
 
 def is_known(type_: onnx.TypeProto) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
@@ -15,6 +16,29 @@ def is_float_tensor(value: ir.Value) -> bool:
 def is_integer(value: ir.Value) -> bool:
     """Return whether the elements are known not to be floating-point numbers."""
     return value.dtype is not None and value.dtype not in FLOAT_TYPES
+
+
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of a constant that cannot be fed; None for other values."""
+    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
+def constant_array(value: ir.Value | None) -> np.ndarray | None:
+    """Return the elements of a constant that cannot be fed; None for other values."""
+    tensor = constant_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def constant_number(value: ir.Value | None) -> float | None:
+    """Return a constant of one element, of any type of numbers, that cannot be fed; None for other values."""
+    tensor = constant_tensor(value)
+    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """Return the node that alone reads a value, which is no output of a graph either."""
+    users = {use.node for use in value.uses()}
+    return users.pop() if len(value.uses()) == 1 and not value.is_graph_output() else None
 
 
 def dependencies(node: ir.Node) -> list[ir.Value]:

@@ -14,7 +14,7 @@ _NAME = re.compile(
 )
 
 
-def explain(text: str, inputs: str = "that do not fit") -> KernelError | None:
+def failed_check(text: str, inputs: str = "that do not fit") -> KernelError | None:
     """Return the KernelError for an error message of onnxruntime; None if no checking node caused it."""
     found = _NAME.search(text)
     if found is None:

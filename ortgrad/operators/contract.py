@@ -15,7 +15,7 @@ A pattern lists the dimensions of an input. Equal names stand for equal numbers:
 attributes, `dims` is a function of them. Every run must be introduced by a pattern without other new runs.
 
 The inputs of a kernel are checked before each call. When a model is prepared, its known shapes are checked;
-unknown dimensions are compared at run time, by nodes of the body (see ortgrad.graph.comparisons).
+unknown dimensions are compared at run time, by nodes of the body (see ortgrad.graph.contract_checks).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ INTERNAL_DOMAIN = "ortgrad"
 CALL_ATTRIBUTE = "ortgrad"
 # Tells which of the operator's bodies in the model belongs to the node (see ortgrad.passes.attach).
 BODY_ATTRIBUTE = "ortgrad_body"
-# Begins the domains of functions that stand for gradient nodes (see ortgrad.graph.portable).
+# Begins the domains of functions that stand for gradient nodes (see ortgrad.graph.portable_calls).
 PORTABLE_PREFIX = "ortgrad."
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")

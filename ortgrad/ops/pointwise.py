@@ -17,7 +17,7 @@ import numpy as np
 from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double
 from ortgrad.operators.compiled import Matrix, Plan, Product
 from ortgrad.operators.declaration import operator
-from ortgrad.operators.products import is_steady
+from ortgrad.operators.gemm import is_steady
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 from ortgrad.ops._transposition import turn
 from ortgrad.ops._windows import Windows, windows

@@ -16,7 +16,7 @@ import numpy as np
 from ortgrad.compiled.functions import TILE
 from ortgrad.operators.compiled import Matrix, Plan, Product
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
-from ortgrad.operators.products import is_steady
+from ortgrad.operators.gemm import is_steady
 from ortgrad.ops._transposition import turn
 
 if TYPE_CHECKING:

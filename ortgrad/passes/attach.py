@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.graph.bodies import make_function
+from ortgrad.graph.bodies import is_body, make_function
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
 from ortgrad.operators.call import Call
-from ortgrad.operators.declaration import BODY_ATTRIBUTE, Operator, find_operator
+from ortgrad.operators.declaration import BODY_ATTRIBUTE, Operator
 
 _REFUSAL = "this onnxruntime confuses function overloads: take 1.27 or newer, or prepare with kernels='onnx'"
 
@@ -78,8 +78,3 @@ def detach(model: ir.Model) -> ir.Model:
         node.overload = ""
         node.attributes.pop(BODY_ATTRIBUTE, None)
     return model
-
-
-def is_body(function: ir.Function) -> bool:
-    """Return whether the function has the name and overload of one that `attach` made."""
-    return bool(find_operator(function.name, function.domain) and function.overload)

@@ -11,12 +11,12 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.errors import NodeError
-from ortgrad.graph.comparisons import check_values
+from ortgrad.graph.contract_checks import check_values
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.operators.call import EMPTY_PREFIX, Call, make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator
+from ortgrad.shapes.inference import infer_types
 
 
 def complete(model: ir.Model, *, built: bool = False) -> ir.Model:

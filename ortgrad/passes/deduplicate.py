@@ -6,6 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ortgrad.graph.attributes import content
 from ortgrad.graph.recorder import RANDOM
 from ortgrad.graph.traversal import subgraphs
 
@@ -31,11 +32,3 @@ def deduplicate(model: ir.Model) -> ir.Model:
         gone.append(node)
     graph.remove(gone, safe=True)
     return model
-
-
-def content(attribute: ir.Attr) -> str:
-    """Return what is equal for equal attributes without graphs."""
-    if attribute.type == ir.AttributeType.TENSOR:
-        tensor = attribute.as_tensor()
-        return f"{tensor.dtype}{tensor.shape}{tensor.tobytes()!r}"
-    return repr(attribute.value)

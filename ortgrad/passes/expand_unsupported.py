@@ -5,28 +5,29 @@ That is the body of a gradient operator, a definition, or the function of ONNX's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.backward import REFUSED, active_values
+from ortgrad.autodiff.backward import REFUSED
+from ortgrad.autodiff.defined_nodes import put_definition
+from ortgrad.autodiff.paths import nodes_between
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import gradient_nodes
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, subgraphs
+from ortgrad.graph.schema_functions import open_schema_function
 from ortgrad.passes.complete import complete
-from ortgrad.passes.definitions import infer_defined_types, put_definition
 from ortgrad.passes.expand import expand
-from ortgrad.passes.schema_functions import open_schema_function
+from ortgrad.shapes.defined_types import infer_defined_types
 
 
-def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> ir.Model:
-    """Replace nodes between the targets and the outputs that have a body but no gradient rule.
+def expand_unsupported(model: ir.Model, targets: Iterable[str], outputs: Iterable[str]) -> ir.Model:
+    """Replace nodes between the values of these names that have a body but no gradient rule.
 
     The new values keep the names of those that they replace.
     """
-    names = {value.name for value in targets}, {value.name for value in outputs}
+    names = set(targets), set(outputs)
     refused: set[ir.Node] = set()
     # A body may contain nodes that have to be replaced in turn.
     while _expand_once(model, *names, refused):
@@ -34,14 +35,12 @@ def expand_unsupported(model: ir.Model, targets: Iterable[ir.Value], outputs: It
     return model
 
 
-def _expand_once(
-    model: ir.Model, targets: set[str | None], outputs: set[str | None], refused: set[ir.Node]
-) -> bool:
+def _expand_once(model: ir.Model, targets: set[str], outputs: set[str], refused: set[ir.Node]) -> bool:
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs)]
     wrt = [value for value in values if value.name in targets]
     of = {value for value in values if value.name in outputs}
-    chosen = {n for n in _path(graph, wrt, of) if find_rule(n.op_type, n.domain) is None} - refused
+    chosen = {n for n in nodes_between(graph, wrt, of) if find_rule(n.op_type, n.domain) is None} - refused
     gradients = {node for node, _ in gradient_nodes(model) if node in chosen}
     if gradients:
         model = expand(complete(model), lambda node, _: node in gradients)
@@ -61,26 +60,3 @@ def _expand_once(
             # The backward pass reports it.
             refused.add(node)
     return opened
-
-
-def straight_through_nodes(
-    graph: ir.Graph, targets: Iterable[ir.Value], outputs: Iterable[ir.Value]
-) -> list[ir.Node]:
-    """Return the nodes between the targets and the outputs that have a straight-through gradient."""
-    found = [(node, find_rule(node.op_type, node.domain)) for node in _path(graph, targets, outputs)]
-    return [node for node, rule in found if rule is not None and rule.straight_through][::-1]
-
-
-def _path(graph: ir.Graph, wrt: Iterable[ir.Value], of: Iterable[ir.Value]) -> Iterator[ir.Node]:
-    """Yield the nodes between `wrt` and `of`, including those in the subgraphs of such nodes."""
-    active, needed = active_values(graph, wrt), set(of)
-    for node in reversed(graph):
-        if not any(value in needed for value in node.outputs):
-            continue
-        reads = [value for value in dependencies(node) if value in active]
-        needed.update(reads)
-        if reads:
-            yield node
-            for inner in subgraphs(node):
-                fed = [value for value in inner.inputs if value.dtype is None or value.dtype in FLOAT_TYPES]
-                yield from _path(inner, [*active, *fed], inner.outputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import release_captured
+from ortgrad.graph.traversal import constant_tensor, release_captured
 
 
 def fold_ifs(model: ir.Model) -> ir.Model:
@@ -31,10 +31,7 @@ def fold_ifs(model: ir.Model) -> ir.Model:
 def _branch_taken(node: ir.Node) -> ir.Graph | None:
     if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
         return None
-    condition = node.inputs[0]
-    if condition is None or condition.is_graph_input():
-        return None
-    tensor = ir.convenience.get_const_tensor(condition)
+    tensor = constant_tensor(node.inputs[0])
     if tensor is None or tensor.size != 1:
         return None
     taken = "then_branch" if tensor.numpy().item() else "else_branch"

@@ -9,14 +9,15 @@ does the same, but only with constant weights; those of a model with gradients a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import put_in_place
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import values_by_name
+from ortgrad.shapes.inference import infer_types
 
 # Folded, operations on the weights take the place of operations on the result. It pays up to so many weights
 # per element of the result. A batch of unknown size counts as so many samples.
@@ -24,14 +25,13 @@ _MOST_WEIGHTS_PER_ELEMENT = 2
 _UNKNOWN_BATCH = 4
 
 
-def fold_normalizations(
-    model: ir.Model, targets: Collection[ir.Value], outputs: Collection[ir.Value]
-) -> ir.Model:
-    """Fold the normalizations behind convolutions whose weights are among the targets.
+def fold_normalizations(model: ir.Model, targets: Iterable[str], outputs: Iterable[str]) -> ir.Model:
+    """Fold the normalizations behind convolutions whose weights are among the targets, which are named.
 
     With other weights, the gradients of scale and bias alone are cheaper without it.
     """
-    kept = {*targets, *outputs}
+    named = values_by_name(model.graph)
+    kept = {named[name] for name in (*targets, *outputs)}
     chosen = [
         (convolution, node)
         for node in ir.traversal.RecursiveGraphIterator(model.graph)

@@ -11,9 +11,9 @@ from onnx_ir.passes.common import InlinePass
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.names import Names
-from ortgrad.graph.serialization import from_proto, to_proto
+from ortgrad.graph.schema_functions import unchanged
+from ortgrad.graph.serialization import refill, to_proto
 from ortgrad.operators.schema import with_schemas
-from ortgrad.passes.schema_functions import unchanged
 
 
 def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model:
@@ -30,7 +30,7 @@ def inline(model: ir.Model, criteria: Callable[[ir.Function], bool]) -> ir.Model
             if unchanged(function.graph, own, version):
                 function.opset_imports[""] = version
             else:
-                return _converted(model)
+                return _convert(model)
         InlinePass(criteria=_with_free_names(model, criteria))(model)
     except (ValueError, RuntimeError, ir.passes.PreconditionError) as error:
         raise ModelError(f"a function of the model cannot be inlined: {error}") from error
@@ -65,10 +65,10 @@ def _with_free_names(
     return selects
 
 
-def _converted(model: ir.Model) -> ir.Model:
+def _convert(model: ir.Model) -> ir.Model:
     """Inline all functions with onnx, which also converts them to the model's opset."""
     typed = with_schemas(onnx.shape_inference.infer_shapes, to_proto(model))
     inlined = with_schemas(onnx.inliner.inline_local_functions, typed, convert_version=True)
-    # Dropped, because onnx infers wrong sizes for some pools (see ortgrad.graph.pool_sizes).
+    # Dropped, because onnx infers wrong sizes for some pools (see ortgrad.shapes.pool_sizes).
     del inlined.graph.value_info[:]
-    return from_proto(inlined)
+    return refill(model, inlined)

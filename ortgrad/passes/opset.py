@@ -6,16 +6,16 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
+from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.definitions import RETIRED, find_definition
 from ortgrad.errors import ModelError, NodeError
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
+from ortgrad.graph.old_scans import hide_old_scans, restore_scans
 from ortgrad.graph.recorder import MINIMUM_OPSET
-from ortgrad.graph.serialization import from_proto, to_proto
+from ortgrad.graph.serialization import refill, to_proto
 from ortgrad.operators.schema import with_schemas
-from ortgrad.passes.definitions import put_definition
 from ortgrad.passes.inline import inline
-from ortgrad.passes.scan8 import hide_old_scans, restore_scans
+from ortgrad.shapes.inference import infer_types
 
 _HIDDEN = "ortgrad.unknown"
 # The last opset in which onnxruntime knows the operators of `ops/retired`.
@@ -23,12 +23,12 @@ _LAST_RETIRED = 9
 
 
 def at_minimum_opset(model: ir.Model) -> ir.Model:
-    """Return the model, converted with onnx's version converter if its opset is too old."""
+    """Convert the model with onnx's version converter if its opset is too old."""
     version = model.opset_imports.setdefault("", MINIMUM_OPSET)
     if version >= MINIMUM_OPSET:
         return model
     # The converter drops functions, so they are inlined before.
-    model = inline(model, lambda _: True)
+    inline(model, lambda _: True)
     roundings = _roundings(model) if version <= 10 else {}
     if version < 13:
         _flatten_hardmax(model)
@@ -41,7 +41,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
             f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
             f"cannot convert it: {error}"
         ) from error
-    model = from_proto(converted)
+    refill(model, converted)
     restore_scans(model, scans)
     if hidden:
         _restore_unknown(model, version)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import put_in_place
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.shapes.inference import infer_types
 
 
 def pad_all_axes(model: ir.Model) -> ir.Model:

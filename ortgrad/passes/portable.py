@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.bodies import make_function
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
-from ortgrad.graph.portable import portable_identifier
+from ortgrad.graph.portable_calls import portable_identifier
 from ortgrad.operators.call import EMPTY_PREFIX, Call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
 

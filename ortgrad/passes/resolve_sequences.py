@@ -15,9 +15,10 @@ import onnx_ir as ir
 from onnx_ir.traversal import RecursiveGraphIterator
 
 from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.inference import infer_types
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import constant_array
+from ortgrad.shapes.inference import infer_types
 
 _READERS = frozenset(
     [
@@ -103,7 +104,7 @@ class _Known:
         (x, *split), output = _present(node), node.outputs[0]
         attributes = attributes_of(node, self.op.opset)
         axis, squeezed = attributes["axis"], not attributes["keepdims"]
-        sizes = _constant(split[0]) if split else np.array(1)
+        sizes = constant_array(split[0]) if split else np.array(1)
         if sizes is None:
             return
         if sizes.ndim == 0 and sizes == 1:
@@ -223,13 +224,8 @@ def _present(node: ir.Node) -> list[ir.Value]:
     return [value for value in node.inputs if value is not None]
 
 
-def _constant(value: ir.Value) -> np.ndarray | None:
-    tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
-
-
 def _number(value: ir.Value) -> int | None:
-    array = _constant(value)
+    array = constant_array(value)
     return int(array.item()) if array is not None and array.size == 1 else None
 
 

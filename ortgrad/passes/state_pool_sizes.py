@@ -1,12 +1,12 @@
-"""Corrects pool sizes that onnxruntime infers wrong when it loads a model; see ortgrad.graph.pool_sizes."""
+"""Corrects pool sizes that onnxruntime infers wrong when it loads a model; see ortgrad.shapes.pool_sizes."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.pool_sizes import POOLS
 from ortgrad.graph.recorder import Recorder
+from ortgrad.shapes.pool_sizes import POOLS
 
 
 def state_pool_sizes(model: ir.Model) -> ir.Model:

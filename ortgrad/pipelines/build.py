@@ -11,7 +11,7 @@ import onnx
 from ortgrad.errors import NameNotFoundError, ParameterWarning
 from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.feeds import checked_feeds
-from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.matching import describe_changes
 from ortgrad.graph.metadata import is_built, names_in
 from ortgrad.keywords import checked, outside
@@ -66,7 +66,7 @@ def build_gradient_model(
 
     proto = load_model(model)
     given = None if feeds is None else checked_feeds(proto, feeds)
-    with forks_wait(), judging(proto):
+    with forks_wait(), diagnosing(proto):
         built, stopped, partial = build(
             proto, names_of("wrt", wrt), names_of("of", of), straight_through, given
         )

@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortgrad.autodiff.paths import straight_through_nodes
 from ortgrad.autodiff.rules import find_rule
 from ortgrad.autodiff.stopped import stopping_nodes
 from ortgrad.graph.feeds import checked_feeds
-from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.traversal import subgraphs
-from ortgrad.passes.expand_unsupported import straight_through_nodes
 from ortgrad.pipelines.build import names_of
-from ortgrad.pipelines.gradients import plan
+from ortgrad.pipelines.gradients import run_backward
 from ortgrad.pipelines.stops import warn_about_stops
 
 
@@ -54,19 +54,19 @@ def explain(
     # A rule may change the operator of its node to a training operator; show the one in the file.
     written = {name: node for node in proto.graph.node for name in node.output if name}
     given = None if feeds is None else checked_feeds(proto, feeds)
-    with judging(proto):
-        planned = plan(proto, names_of("wrt", wrt), names_of("of", of), feeds=given, as_written=True)
-    if not planned.backward.failures:
-        warn_about_stops(planned.stopped)
-    backward = planned.backward
+    with diagnosing(proto):
+        ran = run_backward(proto, names_of("wrt", wrt), names_of("of", of), feeds=given, as_written=True)
+    if not ran.backward.failures:
+        warn_about_stops(ran.stopped)
+    backward = ran.backward
     recorded = dict(backward.visits)
-    rounding = set(straight_through_nodes(planned.model.graph, planned.targets, planned.outputs))
+    rounding = set(straight_through_nodes(ran.model.graph, ran.targets, ran.outputs))
     failed = {failure.node: failure.reason for failure in backward.failures}
     # With failures the gradients are incomplete, so nothing can be called unused.
-    used = None if failed else _live([backward.total(value) for value in planned.targets])
-    stopping = stopping_nodes(list(planned.model.graph), planned.targets, planned.outputs)
+    used = None if failed else _live([backward.total(value) for value in ran.targets])
+    stopping = stopping_nodes(list(ran.model.graph), ran.targets, ran.outputs)
     found = []
-    for node in planned.model.graph:
+    for node in ran.model.graph:
         outputs = [value.name for value in node.outputs if value.name]
         original = next((written[name] for name in outputs if name in written), None)
         operator = _qualified(node) if original is None else original.op_type

@@ -10,46 +10,49 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.autodiff.backward import BackwardPass, Failure, list_failures
+from ortgrad.autodiff.paths import straight_through_nodes
 from ortgrad.autodiff.stopped import describe_stops
-from ortgrad.autodiff.targets import (
+from ortgrad.errors import NodeError, UnsupportedGradientError
+from ortgrad.graph.bodies import is_body
+from ortgrad.graph.metadata import describe_build, is_built
+from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.serialization import read, write
+from ortgrad.graph.traversal import values_by_name
+from ortgrad.passes import Pass, run
+from ortgrad.passes.attach import attach
+from ortgrad.passes.complete import complete
+from ortgrad.passes.deduplicate import deduplicate
+from ortgrad.passes.expand_unsupported import expand_unsupported
+from ortgrad.passes.fold_ifs import fold_ifs
+from ortgrad.passes.fold_normalizations import fold_normalizations
+from ortgrad.passes.inline import inline
+from ortgrad.passes.pads import pad_all_axes
+from ortgrad.passes.resolve_sequences import resolve_sequences
+from ortgrad.passes.separate_targets import separate_targets
+from ortgrad.passes.slices import drop_whole_slices
+from ortgrad.passes.state_pool_sizes import state_pool_sizes
+from ortgrad.passes.tidy import remove_unused, sort
+from ortgrad.pipelines.observed_ranks import ask_onnxruntime, see_ranks
+from ortgrad.pipelines.opening import OPENING
+from ortgrad.pipelines.targets import (
     decides_shapes,
     find_outputs,
     find_targets,
     refuse_integers,
     scalar_parameters,
 )
-from ortgrad.errors import NodeError, UnsupportedGradientError
-from ortgrad.graph.inference import infer_types
-from ortgrad.graph.metadata import describe_build, is_built
-from ortgrad.graph.names import Names
-from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.serialization import read, write
-from ortgrad.graph.traversal import values_by_name
-from ortgrad.passes.attach import attach, is_body
-from ortgrad.passes.complete import complete
-from ortgrad.passes.deduplicate import deduplicate
-from ortgrad.passes.expand_unsupported import expand_unsupported, straight_through_nodes
-from ortgrad.passes.fold_ifs import fold_ifs
-from ortgrad.passes.fold_known import fold_known_values
-from ortgrad.passes.fold_normalizations import fold_normalizations
-from ortgrad.passes.inline import inline
-from ortgrad.passes.name_dimensions import forget_dimensions, name_dimensions
-from ortgrad.passes.pads import pad_all_axes
-from ortgrad.passes.proven_shapes import (
+from ortgrad.shapes.dimension_names import forget_dimensions, name_dimensions
+from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.known_values import fold_known_values
+from ortgrad.shapes.proven_shapes import (
     Declared,
     assume_ranks,
     infer_further_shapes,
     infer_proven_shapes,
     unknown_ranks,
 )
-from ortgrad.passes.required_ranks import transposed_ranks
-from ortgrad.passes.resolve_sequences import resolve_sequences
-from ortgrad.passes.separate_targets import separate_targets
-from ortgrad.passes.slices import drop_whole_slices
-from ortgrad.passes.state_pool_sizes import state_pool_sizes
-from ortgrad.passes.tidy import remove_unused, sort
-from ortgrad.pipelines.forward_run import ask_onnxruntime, see_ranks
-from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.shapes.required_ranks import transposed_ranks
 
 Feeds = Mapping[str, np.ndarray]
 
@@ -60,7 +63,7 @@ _ROUNDS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardRun:
     """A forward model after the opening passes, and its backward pass, which is not yet in the graph."""
 
     model: ir.Model
@@ -80,7 +83,7 @@ class Plan:
     partial: Sequence[str]
 
 
-def plan(
+def run_backward(
     source: onnx.ModelProto,
     wrt: Sequence[str] | None,
     of: Sequence[str] | None,
@@ -89,23 +92,23 @@ def plan(
     *,
     begin: Sequence[Pass] = (),
     as_written: bool = False,
-) -> Plan:
+) -> BackwardRun:
     """Run the backward pass; nodes that cannot be differentiated are in its `failures`.
 
     `begin` are passes that follow the opening ones. With `as_written`, nodes are not merged for the sake of
     speed.
     """
-    planned = _plan(source, wrt, of, begin=begin, as_written=as_written)
-    if planned.backward.failures:
+    ran = _run_backward(source, wrt, of, begin=begin, as_written=as_written)
+    if ran.backward.failures:
         # Ranks without proof are used only if a rule needs one that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, begin=begin, as_written=as_written)
+        ran = _run_backward(source, wrt, of, trusting=True, feeds=feeds, begin=begin, as_written=as_written)
     if not straight_through:
-        nodes = straight_through_nodes(planned.model.graph, planned.targets, planned.outputs)
-        planned.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
-    return planned
+        nodes = straight_through_nodes(ran.model.graph, ran.targets, ran.outputs)
+        ran.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
+    return ran
 
 
-def _plan(
+def _run_backward(
     source: onnx.ModelProto,
     wrt: Sequence[str] | None,
     of: Sequence[str] | None,
@@ -115,19 +118,10 @@ def _plan(
     folding: bool = True,
     begin: Sequence[Pass] = (),
     as_written: bool = False,
-) -> Plan:
-    """Implement `plan`; with `trusting`, ranks without proof are used and checked at run time."""
-    model = separate_targets(read(source), wrt)
-    model = refuse_integers(inline(model, lambda function: not is_body(function)), of)
-    # A list of known length decides Ifs, and a branch that is taken may read known elements.
-    model = run(model, *OPENING, *begin, resolve_sequences, fold_ifs, resolve_sequences, sort)
-    model = drop_whole_slices(model, {*(wrt or ()), *(of or ())})
-    graph = model.graph
-    for value in graph.inputs:
-        seen = None if feeds is None else feeds.get(value.name or "")
-        if seen is not None and value.shape is None and isinstance(value.type, ir.TensorType):
-            # onnxruntime refuses other feeds than declared.
-            value.shape = ir.Shape([None] * np.ndim(seen))
+) -> BackwardRun:
+    """Implement `run_backward`; with `trusting`, ranks without proof are used and checked at run time."""
+    model = _opened(source, wrt, of, begin)
+    _take_ranks_of_feeds(model, feeds)
     dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
     folded = False
@@ -139,6 +133,7 @@ def _plan(
         model = run(model, fold_ifs, resolve_sequences, sort)
         infer_further_shapes(model)
     model = pad_all_axes(model)
+    graph = model.graph
     outputs = find_outputs(graph, of)
     targets, partial = find_targets(model, wrt, source, outputs)
     # Weights become inputs with defaults, so that new values can be fed; they no longer count as constants.
@@ -147,7 +142,7 @@ def _plan(
     if any(decides_shapes(value, model.opset_imports) for value in fed):
         if folded:
             # What was folded may have followed from the value of a target.
-            return _plan(
+            return _run_backward(
                 source,
                 wrt,
                 of,
@@ -165,11 +160,11 @@ def _plan(
     if trusting:
         assume_ranks(model, _unproven_ranks(model, source, declared, outputs, feeds), outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
+    fed_names = {value.name for value in fed}
     if not as_written:
-        model = fold_normalizations(model, targets, outputs)
-    model = expand_unsupported(model, targets, outputs)
-    # Nodes that were expanded have new values under the old names.
-    values = values_by_name(graph)
+        model = fold_normalizations(model, *names)
+    model = expand_unsupported(model, *names)
+    graph, values = model.graph, values_by_name(model.graph)
     targets, outputs = ([values[name] for name in group] for group in names)
     op = Recorder(model.opset_imports[""], Names.of(model))
     backward = BackwardPass(op, list(graph), targets)
@@ -184,12 +179,37 @@ def _plan(
     # Reserved here, before the backward pass records other values under these names.
     results = [op.names.fresh(f"{value.name}_grad") for value in targets]
     # Inputs without a default come first.
-    last = set(fed)
-    graph.inputs[:] = [*(value for value in graph.inputs if value not in last), *fed]
+    graph.inputs[:] = sorted(graph.inputs, key=lambda value: value.name in fed_names)
     backward.run()
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
-    return Plan(model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial)
+    return BackwardRun(
+        model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial
+    )
+
+
+def _opened(
+    source: onnx.ModelProto,
+    wrt: Sequence[str] | None,
+    of: Sequence[str] | None,
+    begin: Sequence[Pass],
+) -> ir.Model:
+    """Return the model after the passes that need no shapes; `begin` follow the opening ones."""
+    model = separate_targets(read(source), wrt)
+    model = inline(model, lambda function: not is_body(function))
+    refuse_integers(model, of)
+    # A list of known length decides Ifs, and a branch that is taken may read known elements.
+    model = run(model, *OPENING, *begin, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    return drop_whole_slices(model, {*(wrt or ()), *(of or ())})
+
+
+def _take_ranks_of_feeds(model: ir.Model, feeds: Feeds | None) -> None:
+    """Give inputs without a declared rank that of what is fed."""
+    for value in model.graph.inputs:
+        seen = None if feeds is None else feeds.get(value.name or "")
+        if seen is not None and value.shape is None and isinstance(value.type, ir.TensorType):
+            # onnxruntime refuses other feeds than declared.
+            value.shape = ir.Shape([None] * np.ndim(seen))
 
 
 def _unproven_ranks(
@@ -221,8 +241,8 @@ def build(
     feeds: Feeds | None = None,
 ) -> tuple[onnx.ModelProto, str | None, Sequence[str]]:
     """Return the model with gradients, the text of a StoppedGradientWarning or None, and other warnings."""
-    model, planned = build_opened(source, wrt, of, straight_through, feeds, finish=(attach,))
-    return write(model, source), planned.stopped, planned.partial
+    model, ran = build_opened(source, wrt, of, straight_through, feeds, finish=(attach,))
+    return write(model, source), ran.stopped, ran.partial
 
 
 def build_opened(
@@ -234,33 +254,33 @@ def build_opened(
     *,
     begin: Sequence[Pass] = (),
     finish: Sequence[Pass] = (),
-) -> tuple[ir.Model, Plan]:
-    """Return the model with gradients as its last outputs, in memory, and the plan of its backward pass.
+) -> tuple[ir.Model, BackwardRun]:
+    """Return the model with gradients as its last outputs, in memory, and its backward pass.
 
     `begin` are passes that follow the opening ones. `finish` are the last passes, which bring gradient nodes
     into the form in which the model is written.
     """
-    planned = plan(source, wrt, of, straight_through, feeds, begin=begin)
+    ran = run_backward(source, wrt, of, straight_through, feeds, begin=begin)
     try:
-        return _assemble(planned, finish), planned
+        return _assemble(ran, finish), ran
     except NodeError:
         # The body of an operator needs a rank that cannot be inferred.
-        planned = _plan(source, wrt, of, trusting=True, feeds=feeds, begin=begin)
-        return _assemble(planned, finish), planned
+        ran = _run_backward(source, wrt, of, trusting=True, feeds=feeds, begin=begin)
+        return _assemble(ran, finish), ran
 
 
-def _assemble(planned: Plan, finish: Sequence[Pass]) -> ir.Model:
+def _assemble(ran: BackwardRun, finish: Sequence[Pass]) -> ir.Model:
     """Add the recorded nodes to the graph, with the gradients as outputs, and run the final passes."""
-    model, backward, targets = planned.model, planned.backward, planned.targets
+    model, backward, targets = ran.model, ran.backward, ran.targets
     graph, op = model.graph, backward.op
     if backward.failures:
         raise UnsupportedGradientError(list_failures(backward.failures, model.opset_imports))
     results: list[ir.Value] = []
     taken: set[ir.Value] = set()
-    for value, name in zip(targets, planned.results, strict=True):
+    for value, name in zip(targets, ran.results, strict=True):
         results.append(_result(backward, value, name, taken))
         taken.add(results[-1])
-        results[-1].shape = planned.proven[value.name or ""]
+        results[-1].shape = ran.proven[value.name or ""]
     graph.extend(op.nodes)
     for node in graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
@@ -274,9 +294,9 @@ def _assemble(planned: Plan, finish: Sequence[Pass]) -> ir.Model:
         state_pool_sizes,
         *finish,
     )
-    planned.declared.restore_borders()
-    forget_dimensions(model, planned.dimensions)
-    names = ([value.name or "" for value in values] for values in (targets, planned.outputs))
+    ran.declared.restore_borders()
+    forget_dimensions(model, ran.dimensions)
+    names = ([value.name or "" for value in values] for values in (targets, ran.outputs))
     model.metadata_props.update(describe_build(*names))
     return model
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import onnx_ir as ir
-
 from ortgrad.dialects.gradient_operator import expand_gradient_operator
 from ortgrad.dialects.training_nodes import adopt_training_nodes
 from ortgrad.dialects.translate import translate_training_operators
+from ortgrad.passes import Pass
 from ortgrad.passes.absent_inputs import drop_empty_inputs
 from ortgrad.passes.complete import complete
 from ortgrad.passes.opset import at_minimum_opset
-
-Pass = Callable[[ir.Model], ir.Model]
 
 OPENING: tuple[Pass, ...] = (
     adopt_training_nodes,
@@ -23,10 +18,3 @@ OPENING: tuple[Pass, ...] = (
     translate_training_operators,
     expand_gradient_operator,
 )
-
-
-def run(model: ir.Model, *passes: Pass) -> ir.Model:
-    """Apply the passes in order and return the model."""
-    for each in passes:
-        model = each(model)
-    return model

@@ -12,7 +12,7 @@ from ortgrad.compiled import machine_code
 from ortgrad.dialects.optimizers import PREVIEW_TRAINING, find_optimizer
 from ortgrad.dialects.training import is_training_operator
 from ortgrad.errors import MissingPackageError
-from ortgrad.graph.loading import ModelLike, imports_domain, judging, load_model, with_import
+from ortgrad.graph.loading import ModelLike, diagnosing, imports_domain, load_model, with_import
 from ortgrad.graph.metadata import is_built
 from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
@@ -39,7 +39,7 @@ class GradientModel:
         """Do what `prepare_loaded` does, without bodies."""
         from ortgrad.pipelines.prepared import prepare_built  # onnx-ir is slow to import
 
-        with judging(self.source):
+        with diagnosing(self.source):
             return prepare_built(self.model, self.source, kernels, internal=internal)
 
 
@@ -86,7 +86,7 @@ def prepare_loaded(
         # onnx-ir is slow to import, and models without gradient nodes do not need it.
         from ortgrad.pipelines.prepared import prepare_proto
 
-    with forks_wait(), judging(model):
+    with forks_wait(), diagnosing(model):
         return prepare_proto(model, kernels, bodies=bodies, internal=internal)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import onnxruntime
 
 from ortgrad.errors import RegistrationError
-from ortgrad.fusion import kernel as fusion
+from ortgrad.lowering.fusion import kernel as fusion
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, Variant, all_operators
 from ortgrad.runtime import native
 from ortgrad.runtime.c_api import ELEMENT_TYPES, CustomOp, list_operators

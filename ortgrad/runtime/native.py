@@ -28,7 +28,7 @@ import numpy as np
 
 from ortgrad.compiled import layout, machine_code
 from ortgrad.errors import ModelError, NodeError, OrtgradError, RegistrationError
-from ortgrad.fusion.kernel import fused_call, unread_operator
+from ortgrad.lowering.fusion.kernel import fused_call, unread_operator
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, INTERNAL_DOMAIN, Operator, Variant

@@ -19,7 +19,7 @@ from ortgrad.compiled import layout, machine_code
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.call import Call
 from ortgrad.operators.compiled import CompiledKernel, Plan, Product, elementwise_plan
-from ortgrad.operators.products import ROOM, Operation, operations
+from ortgrad.operators.gemm import ROOM, Operation, operations
 from ortgrad.runtime.c_api import Products
 from ortgrad.runtime.evaluate import declared_shapes
 from ortgrad.threads import make_reentrant_lock

@@ -17,7 +17,7 @@ from typing import Any
 
 import onnxruntime
 
-from ortgrad.operators.assertions import explain
+from ortgrad.operators.assertions import failed_check
 from ortgrad.runtime import subnormals
 from ortgrad.threads import Result, call_elsewhere, make_lock
 
@@ -118,7 +118,7 @@ class Monitor:
                 raise RecursionError(f"kernels run sessions inside each other, {depth} deep")
             result = function(*arguments, run.options)
         except Exception as error:
-            malformed = explain(str(error)) if run.error is None else None
+            malformed = failed_check(str(error)) if run.error is None else None
             if malformed is not None:
                 raise malformed from error
             if run.error is None:

@@ -11,13 +11,13 @@ import onnx
 import onnxruntime
 
 from ortgrad.errors import ModelError
-from ortgrad.fusion.kernel import is_fused
 from ortgrad.graph.feeds import has_native_order, native_order
 from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import all_nodes
 from ortgrad.keywords import checked
-from ortgrad.operators.assertions import explain
+from ortgrad.lowering.fusion.kernel import is_fused
+from ortgrad.operators.assertions import failed_check
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
 from ortgrad.pipelines.prepare import GradientModel, Kernels, computes_gradients, prepare_loaded
 from ortgrad.runtime import extensions as dispatch
@@ -164,7 +164,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 **further,
             )
         except onnxruntime_errors() as error:
-            _explain(model, error)
+            _raise_clearer(model, error)
             raise refused(error) from error
         finally:
             options.log_severity_level = level
@@ -255,7 +255,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         run = monitor.start_async()
 
         def checked(results: Sequence[Any], data: Any, message: str) -> None:
-            error = monitor.finish_async(run) or explain(message)
+            error = monitor.finish_async(run) or failed_check(message)
             callback([] if error else results, data, str(error) if error else message)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
@@ -340,7 +340,7 @@ def _name_unknown(
                 raise type(error)(text) from error
 
 
-def _explain(model: onnx.ModelProto, error: Exception) -> None:
+def _raise_clearer(model: onnx.ModelProto, error: Exception) -> None:
     """Raise a ModelError with a better explanation than onnxruntime's, if there is one."""
     text = str(error)
     if "Conflicting with a registered kernel" in text or "Domain already set in registry" in text:

@@ -10,13 +10,14 @@ import onnx_ir as ir
 from onnx import helper
 
 from ortgrad.errors import ModelError, TrainingModelError
-from ortgrad.graph.loading import judging
+from ortgrad.graph.bodies import is_body
+from ortgrad.graph.loading import diagnosing
 from ortgrad.graph.protos import FLOATS
 from ortgrad.graph.serialization import read
-from ortgrad.passes.attach import is_body
+from ortgrad.passes import Pass, run
 from ortgrad.passes.inline import inline
 from ortgrad.pipelines.gradients import build_opened
-from ortgrad.pipelines.opening import OPENING, Pass, run
+from ortgrad.pipelines.opening import OPENING
 from ortgrad.pipelines.stops import warn_about_stops
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.forms import in_training
@@ -46,13 +47,13 @@ def differentiate(
         return run(model, *OPENING, begin, *finish)
     scalar = _scalar(forward, loss)
     try:
-        with judging(forward):
-            model, planned = build_opened(forward, wrt, [scalar], begin=(begin,), finish=finish)
+        with diagnosing(forward):
+            model, ran = build_opened(forward, wrt, [scalar], begin=(begin,), finish=finish)
     except TrainingModelError:
         raise
     except ModelError as error:
         raise TrainingModelError(f"the training model cannot be built: {error}") from error
-    warn_about_stops(planned.stopped)
+    warn_about_stops(ran.stopped)
     return model
 
 

@@ -330,11 +330,11 @@ def _record(
 ) -> onnx.ModelProto:
     import onnx_ir as ir  # slow to import
 
-    from ortgrad.graph.inference import infer_types
     from ortgrad.graph.names import Names
     from ortgrad.graph.recorder import Recorder
     from ortgrad.graph.serialization import read, write
     from ortgrad.graph.traversal import values_by_name
+    from ortgrad.shapes.inference import infer_types
 
     model = read(protos.with_inferred(proto))
     infer_types(model)

@@ -17,8 +17,8 @@ def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx
     They may be Constant nodes, or in subgraphs or functions; these are inlined.
     """
     if model.functions:
+        from ortgrad.graph.bodies import is_body
         from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
-        from ortgrad.passes.attach import is_body
         from ortgrad.passes.inline import inline
 
         model = write(inline(read(model), lambda function: not is_body(function)), model)

@@ -151,8 +151,8 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     light = without_weights(model)
     if any(node.domain == "ai.onnx.ml" for node in model.graph.node):
         # For most of these operators, onnx infers nothing.
-        from ortgrad.graph.inference import infer_types  # onnx-ir is slow to import
         from ortgrad.graph.serialization import read, write
+        from ortgrad.shapes.inference import infer_types  # onnx-ir is slow to import
 
         found = read(light)
         infer_types(found)

@@ -10,7 +10,7 @@ import onnx
 
 from ortgrad.errors import NameNotFoundError, ParameterWarning, TrainingError
 from ortgrad.graph.exporters import read_origins
-from ortgrad.graph.loading import ModelLike, judging, load_model
+from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.matching import left_out, matched, nearest, not_in_file
 from ortgrad.graph.origins import Origins
 from ortgrad.graph.protos import FLOATS
@@ -102,17 +102,18 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 def all_parameters(proto: onnx.ModelProto) -> list[str]:
     """Return the names of all parameters, also of those that are not trained by default."""
-    from ortgrad.autodiff.targets import find_parameters  # onnx-ir is slow to import
+    from ortgrad.graph.bodies import is_body
     from ortgrad.graph.serialization import read
-    from ortgrad.passes.attach import is_body
+    from ortgrad.passes import run
     from ortgrad.passes.fold_ifs import fold_ifs
     from ortgrad.passes.inline import inline
     from ortgrad.passes.resolve_sequences import resolve_sequences
     from ortgrad.passes.tidy import sort
-    from ortgrad.pipelines.opening import OPENING, run
+    from ortgrad.pipelines.opening import OPENING
+    from ortgrad.pipelines.targets import find_parameters  # onnx-ir is slow to import
 
     proto = open_linear_models(proto)
-    with judging(proto):
+    with diagnosing(proto):
         model = inline(read(proto), lambda function: not is_body(function))
         model = run(model, *OPENING, resolve_sequences, fold_ifs, resolve_sequences, sort)
         return find_parameters(model, proto)

@@ -3,7 +3,7 @@
 Run with onnxruntime-training-cpu 1.19.2, onnx 1.16 and PyTorch: python make.py folder [name ...]
 Each network gets a folder with its artifacts and `expected.npz`: the batches, the losses of four steps and
 the parameters after them, and the loss of the evaluation model, if 1.19.2 can run it. Then
-`python tests/artifact_networks.py folder` tries them with ortgrad; a few are beside this file.
+`python tests/sweeps/artifact_networks.py folder` tries them with ortgrad; a few are beside this file.
 """
 
 from __future__ import annotations

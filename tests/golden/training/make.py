@@ -5,7 +5,7 @@
 
 For each of MODELS it writes <name>.onnx, the training model with its nodes as onnxruntime-training writes
 them, and <name>.npz: feeds, the loss and the gradients. Where onnxruntime-training has no kernel of its
-own, or ends the process, there are only feeds. It also makes <network>.onnx of tests/networks.py.
+own, or ends the process, there are only feeds. It also makes <network>.onnx of tests/support/networks.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,31 @@
+"""What passes share that put operators of the internal domain into a model."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortgrad.graph.names import Names
+from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
+from ortgrad.passes.complete import complete_node
+
+# The element types for which kernels are compiled.
+KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+def sizes_of(value: ir.Value | None) -> tuple[int | None, ...] | None:
+    """Return the sizes of a value; None stands for one that is not known, and for a rank that is not."""
+    if value is None or value.shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def take_over(model: ir.Model, node: ir.Node, operator: Operator) -> None:
+    """Let an internal operator compute a complete node; its call is the same."""
+    node.op_type, node.domain = operator.name, INTERNAL_DOMAIN
+    model.opset_imports.setdefault(INTERNAL_DOMAIN, 1)
+
+
+def become(model: ir.Model, node: ir.Node, operator: Operator, names: Names) -> None:
+    """Make a node one of an internal operator, and complete it; it has the operator's attributes already."""
+    take_over(model, node, operator)
+    complete_node(model, node, operator, names)

@@ -1,0 +1,85 @@
+"""Simplifies the gradients of slices.
+
+The gradient of several slices that divide an axis between them, as those of the gates of a recurrent layer
+do, is a sum of padded tensors; that is their concatenation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from ortgrad.graph.outputs import replace_values
+from ortgrad.graph.traversal import constant_array
+
+
+def join_slices(model: ir.Model) -> ir.Model:
+    """Replace sums of padded tensors that do not overlap and leave no gap by a Concat."""
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.domain == "" and node.op_type in ("Sum", "Add") and len(node.inputs) > 1:
+            parts = _parts(node)
+            if parts is not None:
+                _replace(node, *parts)
+    return model
+
+
+def _parts(node: ir.Node) -> tuple[int, list[ir.Value]] | None:
+    """Return the axis along which the terms of a sum follow one another, and the terms without padding."""
+    found: list[tuple[int, int, int, ir.Value]] = []
+    # The axis, and the sizes of the others: a sum could broadcast them.
+    kinds: set[tuple[int, tuple[object, ...]]] = set()
+    for term in node.inputs:
+        part = _padded(term, node)
+        if part is None:
+            return None
+        axis, before, after, value = part
+        assert value.shape is not None
+        length = value.shape[axis]
+        if not isinstance(length, int) or length == 0:
+            return None
+        others = tuple(d if isinstance(d, int) else d.value for i, d in enumerate(value.shape) if i != axis)
+        if None in others:
+            return None
+        kinds.add((axis, others))
+        found.append((before, before + length, before + length + after, value))
+    found.sort(key=lambda part: part[0])
+    ends = [0, *(end for _, end, _, _ in found)]
+    follow = all(begin == end for (begin, *_), end in zip(found, ends, strict=False))
+    if len(kinds) > 1 or not follow or any(size != ends[-1] for _, _, size, _ in found):
+        return None
+    return kinds.pop()[0], [value for *_, value in found]
+
+
+def _padded(term: ir.Value | None, user: ir.Node) -> tuple[int, int, int, ir.Value] | None:
+    """Return the axis along which a term is padded with zeros, the number before and after, and of what."""
+    pad = None if term is None else term.producer()
+    if term is None or pad is None or (pad.domain, pad.op_type) != ("", "Pad") or pad.graph is not user.graph:
+        return None
+    if term.is_graph_output() or len(term.uses()) > 1 or "mode" in pad.attributes:
+        return None
+    x, pads, fill, axes = (*pad.inputs, None, None)[:4]
+    amounts = constant_array(pads)
+    if x is None or x.shape is None or amounts is None or fill is not None:
+        return None
+    chosen = np.arange(len(x.shape)) if axes is None else constant_array(axes)
+    if chosen is None or chosen.ndim != 1 or amounts.shape != (2 * chosen.size,):
+        return None
+    sides = amounts.reshape(2, -1)
+    places = np.flatnonzero(sides.any(axis=0))
+    if places.size != 1 or (sides < 0).any():
+        return None
+    (place,) = places
+    return int(chosen[place]) % len(x.shape), int(sides[0, place]), int(sides[1, place]), x
+
+
+def _replace(node: ir.Node, axis: int, values: list[ir.Value]) -> None:
+    graph = node.graph
+    assert graph is not None
+    pads = [value.producer() for value in node.inputs if value is not None]
+    joined = ir.node("Concat", values, {"axis": axis}, name=node.name)
+    old, new = node.outputs[0], joined.outputs[0]
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    graph.insert_after(node, joined)
+    replace_values([old], [new])
+    graph.remove(node, safe=True)
+    graph.remove([pad for pad in pads if pad is not None], safe=True)

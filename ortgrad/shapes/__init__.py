@@ -1,0 +1,1 @@
+"""What is known about the types, ranks and sizes of values, and which sizes are always equal."""
