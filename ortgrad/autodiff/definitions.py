@@ -13,15 +13,11 @@ inferred from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import RegistrationError
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.lazy import Recorder, ir
 
 Definition: TypeAlias = "Callable[[Recorder, NodeView], Sequence[ir.Value | None] | ir.Value]"
 _Definition = TypeVar("_Definition", bound=Definition)

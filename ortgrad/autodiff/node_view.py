@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortgrad.errors import NodeError, unknown_rank
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from ortgrad.graph.lazy import ir
 
 
 class NodeView:
@@ -60,8 +58,6 @@ class NodeView:
 
     def constant(self, i: int) -> np.ndarray | None:
         """Return the value of the i-th input if it is a constant, else None."""
-        import onnx_ir as ir
-
         value = self.optional(i)
         tensor = None if value is None else ir.convenience.get_const_tensor(value)
         # An initializer that is also a graph input is only a default value.

@@ -18,17 +18,13 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import RegistrationError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.keywords import checked
 from ortgrad.operators.declaration import find_anywhere
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 Gradients: TypeAlias = "Sequence[ir.Value | None]"
 RuleFunction: TypeAlias = "Callable[[ForwardNode], Gradients | ir.Value | None]"

@@ -9,10 +9,16 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.definitions import find_definition
 from ortgrad.errors import NodeError
+from ortgrad.graph.names import Names
 from ortgrad.graph.protos import DOUBLE, FLOAT, FLOATS, all_graphs, copy_of, declared_values, subgraphs
+from ortgrad.graph.serialization import from_proto, read, to_proto, write
 from ortgrad.operators.schema import with_schemas
+from ortgrad.passes.inline import inline
+from ortgrad.passes.opset import at_minimum_opset
+from ortgrad.shapes.defined_types import infer_defined_types
 
 LOW = tuple(element for element in FLOATS if element != DOUBLE)
 # Attributes that give the element type of an output, and the operators whose default for it is float.
@@ -48,10 +54,6 @@ def low_values(model: onnx.ModelProto) -> set[str]:
 def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     if not model.functions:
         return copy_of(model)
-    # Imported here because onnx-ir is slow to import.
-    from ortgrad.graph.serialization import from_proto, to_proto
-    from ortgrad.passes.inline import inline
-
     return to_proto(inline(from_proto(model), lambda _: True))
 
 
@@ -68,12 +70,6 @@ def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
     }
     if not narrow:
         return model
-    from ortgrad.autodiff.defined_nodes import put_definition
-    from ortgrad.graph.names import Names
-    from ortgrad.graph.serialization import read, write
-    from ortgrad.passes.opset import at_minimum_opset
-    from ortgrad.shapes.defined_types import infer_defined_types
-
     defined = at_minimum_opset(read(model))
     infer_defined_types(defined)
     names = Names.of(defined)

@@ -11,8 +11,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ortgrad.check.differences import DOUBLE_STEPS, SINGLE_STEPS, Steps
+from ortgrad.check.double_forms import with_double_forms
 from ortgrad.check.double_precision import in_double
 from ortgrad.check.drift import drift_between
+from ortgrad.check.reference import on_reference
 from ortgrad.check.running import CannotRunError, Run, on_onnxruntime, values_of
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays
@@ -68,9 +70,6 @@ def make_forward(
         raise ModelError(f"the model does not run: {error}") from error
     if not all(np.array_equal(again[k], expected[k], equal_nan=True) for k in outputs):
         raise ModelError("the forward pass is random: two runs on the same inputs differ")
-    # Slow to import.
-    from ortgrad.check.double_forms import with_double_forms
-    from ortgrad.check.reference import on_reference
 
     def on_double_forms(double: onnx.ModelProto) -> Run:
         return on_onnxruntime(with_double_forms(double))

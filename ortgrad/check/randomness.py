@@ -15,6 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.protos import BOOL, DOUBLE, FLOAT, all_nodes, copy_of, subgraphs
+from ortgrad.graph.serialization import read, write
+from ortgrad.passes.inline import inline
+from ortgrad.passes.opset import at_minimum_opset
 
 GENERATORS = frozenset(
     ["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
@@ -73,10 +76,6 @@ def training_switches(model: onnx.ModelProto) -> set[str]:
 
 def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy in a supported opset, in which functions with random nodes are inlined."""
-    from ortgrad.graph.serialization import read, write
-    from ortgrad.passes.inline import inline
-    from ortgrad.passes.opset import at_minimum_opset
-
     plain = read(model)
     if any(_possible(function.node) for function in model.functions):
         plain = inline(plain, lambda _: True)

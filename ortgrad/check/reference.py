@@ -21,6 +21,8 @@ from onnx.reference.ops.op_resize import Resize as ReferenceResize
 
 from ortgrad.check.running import CannotRunError, Run
 from ortgrad.graph.feeds import Arrays, typed
+from ortgrad.graph.serialization import read, write
+from ortgrad.passes.opset import at_minimum_opset
 from ortgrad.pipelines.prepare import prepare_loaded
 
 
@@ -52,10 +54,6 @@ def on_reference(model: onnx.ModelProto) -> Run:
 
 
 def _at_minimum_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    # Imported here because onnx-ir is slow to import.
-    from ortgrad.graph.serialization import read, write
-    from ortgrad.passes.opset import at_minimum_opset
-
     return write(at_minimum_opset(read(model)), model)
 
 

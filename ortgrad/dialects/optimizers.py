@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from ortgrad.dialects.translate import ForeignNode
-    from ortgrad.graph.recorder import Recorder
 
 PREVIEW_TRAINING = "ai.onnx.preview.training"
 

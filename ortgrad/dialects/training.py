@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from ortgrad.dialects.translate import ForeignNode
-    from ortgrad.graph.recorder import Recorder
 
 Translation: TypeAlias = "Callable[[Recorder, ForeignNode], ir.Value | Sequence[ir.Value | None]]"
 _translations: dict[str, Translation] = {}
@@ -177,8 +175,6 @@ def _softmax_cross_entropy_loss_internal_grad(op: Recorder, node: ForeignNode) -
 
 
 def _ignored(node: ForeignNode, i: int) -> int | None:
-    import onnx_ir as ir
-
     value = node.optional(i)
     if value is None:
         return None

@@ -13,6 +13,11 @@ def is_float_tensor(value: ir.Value) -> bool:
     return isinstance(value.type, ir.TensorType) and value.dtype in FLOAT_TYPES
 
 
+def is_standard(node: ir.Node) -> bool:
+    """Return whether the operator of a node is one of ONNX's default domain."""
+    return node.domain in ("", "ai.onnx")
+
+
 def is_integer(value: ir.Value) -> bool:
     """Return whether the elements are known not to be floating-point numbers."""
     return value.dtype is not None and value.dtype not in FLOAT_TYPES

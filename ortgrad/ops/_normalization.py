@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from onnx import TensorProto
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._types import is_double
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 Axes: TypeAlias = "list[int] | ir.Value"
 

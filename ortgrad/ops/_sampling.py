@@ -5,17 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops.index import gather_nd_grad_body
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # Keys' cubic with a = -0.75: row i holds the coefficients of f**i for the four taps.
 _CUBIC = np.array([[0, 1, 0, 0], [-0.75, 0, 0.75, 0], [1.5, -2.25, 1.5, -0.75], [-0.75, 1.25, -1.25, 0.75]])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.lazy import Recorder, ir
 
 # What a step, or a Scan of steps, makes: the states after it, and elements of sequences (or the sequences).
 Results: TypeAlias = "tuple[Sequence[ir.Value], Sequence[ir.Value]]"
@@ -26,8 +23,6 @@ def scan(
     rank: int = 2,
 ) -> Results:
     """Run `step` over the first axis of the sequences; its states and elements have `rank` dimensions."""
-    import onnx_ir as ir
-
     count = len(states)
 
     def build(op: Recorder, *inputs: ir.Value) -> Sequence[ir.Value]:

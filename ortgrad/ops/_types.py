@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from onnx import TensorProto
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.lazy import Recorder, ir
 
 
 def is_half(value: ir.Value) -> bool:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def _shapes(

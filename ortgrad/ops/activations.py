@@ -10,16 +10,13 @@ import numpy as np
 from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient
 from ortgrad.compiled.functions import ByType, exp
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan, elementwise_plan
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._kernels import keep_where, piecewise
 from ortgrad.ops._types import is_double, is_half
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
-
     Shape = tuple[int, ...]
 
 _LIKE_X = {"dY": "*S", "X": "*S"}

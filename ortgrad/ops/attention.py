@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph.lazy import ir
 from ortgrad.ops._types import is_half
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _SWAPPED = [0, 1, 3, 2]
 _HEADS_FIRST = [0, 2, 1, 3]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.compiled.functions import double
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, Empty, operator
 from ortgrad.ops._kernels import keep_where, piecewise
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _CONTRACT: dict[str, Any] = {
     "inputs": ["dY", "mask?: bool", "ratio?: T1", "training_mode?: bool"],

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient, no_gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._types import cast_like
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # Piecewise constant, or dependent on nothing but shapes.
 no_gradient("Floor", "Ceil", "Round", "Sign", "Hardmax")

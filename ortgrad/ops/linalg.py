@@ -5,19 +5,14 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 @gradient("MatMul")
@@ -231,8 +226,6 @@ class _Product:
 
     def _unstacked(self, grad: ir.Value, i: int) -> ir.Value:
         """Sum over the axes of the stack along which operand i was broadcast."""
-        import onnx_ir as ir
-
         operand = self.operands[i]
         own, other = operand.shape, self.operands[1 - i].shape
         full = ir.Value(name="stack")
@@ -326,8 +319,6 @@ def _einsum_grad(
         dx = op.Expand(dx, op.shape_of(x))
     if certain:
         return dx
-    import onnx_ir as ir
-
     # At run time, some length may turn out to be 1 and the operand to be broadcast.
     return unbroadcast(op, dx, x, ir.Value(name="unknown"))
 

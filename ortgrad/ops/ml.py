@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient, no_gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._types import cast_like
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 ML = "ai.onnx.ml"
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
+from ortgrad.graph.lazy import ir
 from ortgrad.ops.index import product_of_others
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:

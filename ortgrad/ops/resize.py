@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.errors import unknown_rank
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from ortgrad.graph.lazy import ir
 
 # Attributes that do not apply to the matrix of one axis.
 _OF_X = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")

@@ -6,17 +6,13 @@ onnxruntime does not know them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortgrad.autodiff.definitions import RETIRED, definition
 from ortgrad.autodiff.node_view import NodeView
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.lazy import Recorder, ir
 
 _END = np.iinfo(np.int64).max
 

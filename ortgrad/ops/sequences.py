@@ -5,17 +5,11 @@ The gradient of a sequence is a sequence of its length: element i is the gradien
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient, no_gradient
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.lazy import Recorder, ir
 
 no_gradient("SequenceEmpty", "SequenceLength", "OptionalHasElement")
 
@@ -90,8 +84,6 @@ def _place(node: ForwardNode, i: int) -> ir.Value:
 
 def _lengths(op: Recorder, sequence: ir.Value, axis: int) -> ir.Value:
     """Return the lengths of the elements of a sequence along an axis, as a vector."""
-    import onnx_ir as ir
-
     number, condition = (
         ir.Value(name=op.name(f"lengths/{name}"), type=ir.TensorType(dtype), shape=ir.Shape([]))
         for name, dtype in (("i", ir.DataType.INT64), ("condition", ir.DataType.BOOL))

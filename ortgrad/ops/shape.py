@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.contract import check_length
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, operator
 from ortgrad.ops.index import scatter_back, scatter_flat, shape_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 @gradient("Reshape", "Flatten")

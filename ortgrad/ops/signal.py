@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient, no_gradient
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.lazy import Recorder, ir
 
 # A table of filters for given frequencies, which ONNX calls not differentiable.
 no_gradient("MelWeightMatrix")

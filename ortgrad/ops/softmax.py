@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +16,12 @@ from ortgrad.autodiff.rules import ForwardNode, gradient
 from ortgrad.compiled.functions import SUMS, double, doubles, exp, use_short_vectors
 from ortgrad.compiled.sums import ROWS
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._sums import CHUNK, groups_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def _dims(*, axis: int) -> dict[str, str]:

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.compiled.functions import TILE, copy_vector
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def _shapes(x: Operand, *, axis: int) -> Sequence[Shape | None]:

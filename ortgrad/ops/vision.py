@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import ir
 from ortgrad.ops._sampling import sample
 from ortgrad.ops._windows import explicit_pads, per_dimension
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @gradient("LRN")

@@ -17,7 +17,7 @@ from onnx_ir.traversal import RecursiveGraphIterator
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import constant_array
+from ortgrad.graph.traversal import constant_array, is_standard
 from ortgrad.shapes.inference import infer_types
 
 _READERS = frozenset(
@@ -34,18 +34,14 @@ _READERS = frozenset(
 
 def resolve_sequences(model: ir.Model) -> ir.Model:
     """Replace nodes that read sequences of known elements or optional values of known content, in place."""
-    if not any(_standard(node) and node.op_type in _READERS for node in model.graph.all_nodes()):
+    if not any(is_standard(node) and node.op_type in _READERS for node in model.graph.all_nodes()):
         return model
     infer_types(model)
     known = _Known(Recorder(model.opset_imports[""], Names.of(model)))
     for node in list(RecursiveGraphIterator(model.graph)):
-        if _standard(node):
+        if is_standard(node):
             known.visit(node)
     return model
-
-
-def _standard(node: ir.Node) -> bool:
-    return node.domain in ("", "ai.onnx")
 
 
 @dataclass

@@ -62,7 +62,7 @@ def build_gradient_model(
     ['loss', 'x_grad', 'w_grad']
     """
     with forks_wait():
-        from ortgrad.pipelines.gradients import build  # onnx-ir is slow to import
+        from ortgrad.pipelines.backward_graph import build  # onnx-ir is slow to import
 
     proto = load_model(model)
     given = None if feeds is None else checked_feeds(proto, feeds)

@@ -15,8 +15,8 @@ from ortgrad.autodiff.stopped import stopping_nodes
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, diagnosing, load_model
 from ortgrad.graph.traversal import subgraphs
+from ortgrad.pipelines.backward_graph import Request, run_backward
 from ortgrad.pipelines.build import names_of
-from ortgrad.pipelines.gradients import run_backward
 from ortgrad.pipelines.stops import warn_about_stops
 
 
@@ -55,7 +55,8 @@ def explain(
     written = {name: node for node in proto.graph.node for name in node.output if name}
     given = None if feeds is None else checked_feeds(proto, feeds)
     with diagnosing(proto):
-        ran = run_backward(proto, names_of("wrt", wrt), names_of("of", of), feeds=given, as_written=True)
+        request = Request(proto, names_of("wrt", wrt), names_of("of", of), feeds=given, as_written=True)
+        ran = run_backward(request)
     if not ran.backward.failures:
         warn_about_stops(ran.stopped)
     backward = ran.backward

@@ -37,7 +37,7 @@ class GradientModel:
 
     def prepare(self, kernels: Kernels, *, internal: bool) -> onnx.ModelProto:
         """Do what `prepare_loaded` does, without bodies."""
-        from ortgrad.pipelines.prepared import prepare_built  # onnx-ir is slow to import
+        from ortgrad.pipelines.preparation import prepare_built  # onnx-ir is slow to import
 
         with diagnosing(self.source):
             return prepare_built(self.model, self.source, kernels, internal=internal)
@@ -84,7 +84,7 @@ def prepare_loaded(
         return model
     with forks_wait():
         # onnx-ir is slow to import, and models without gradient nodes do not need it.
-        from ortgrad.pipelines.prepared import prepare_proto
+        from ortgrad.pipelines.preparation import prepare_proto
 
     with forks_wait(), diagnosing(model):
         return prepare_proto(model, kernels, bodies=bodies, internal=internal)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortgrad.graph.traversal import constant_tensor
 from ortgrad.shapes.known_elements import Elements, Sizes
 from ortgrad.shapes.pool_sizes import POOLS
-from ortgrad.shapes.size_expressions import Size, broadcast
+from ortgrad.shapes.size_expressions import Size, broadcast, product
 
 # The sizes of an output; None stands for one that is not known, or for all of them.
 Found = Sequence["Size | None"] | None
@@ -157,15 +157,8 @@ def _of_reshape(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:
     missing = [i for i, size in enumerate(found) if size is None]
     if len(missing) == 1 and given[missing[0]].number == -1:
         # A size of 0 beside the unknown one is an error.
-        found[missing[0]] = _product(x).shared(_product([size for size in found if size is not None]))
+        found[missing[0]] = product(x).shared(product([size for size in found if size is not None]))
     return [found]
-
-
-def _product(sizes: Sequence[Size]) -> Size:
-    product = Size.of(1)
-    for size in sizes:
-        product = product * size
-    return product
 
 
 def _of_flatten(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:
@@ -173,7 +166,7 @@ def _of_flatten(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:
     if x is None:
         return []
     axis = 1 if axis is None else axis
-    return [[_product(x[:axis]), _product(x[axis:])]]
+    return [[product(x[:axis]), product(x[axis:])]]
 
 
 def _of_expand(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.traversal import constant_tensor
-from ortgrad.shapes.size_expressions import Size
+from ortgrad.shapes.size_expressions import Size, product
 
 # Larger tensors are not shapes.
 _LARGEST = 64
@@ -117,20 +117,13 @@ def _shape(elements: Elements, node: ir.Node) -> np.ndarray | None:
 
 def _size(elements: Elements, node: ir.Node) -> np.ndarray | None:
     sizes = elements.sizes(node.inputs[0])
-    return None if sizes is None else _scalar(_product(sizes))
+    return None if sizes is None else _scalar(product(sizes))
 
 
 def _scalar(size: Size) -> np.ndarray:
     array = np.empty((), object)
     array[()] = size
     return array
-
-
-def _product(sizes: Any) -> Size:
-    product = Size.of(1)
-    for size in sizes:
-        product = product * size
-    return product
 
 
 def _same(elements: Elements, node: ir.Node) -> np.ndarray | None:
@@ -205,8 +198,7 @@ def _product_of_all(elements: Elements, node: ir.Node) -> np.ndarray | None:
         return None
     if _int(node, "noop_with_empty_axes", 0):
         return None
-    product = _scalar(_product(array))
-    return product.reshape([1] * len(node.outputs[0].shape))
+    return _scalar(product(array)).reshape([1] * len(node.outputs[0].shape))
 
 
 def _arithmetic(function: Callable[[Any, Any], Any]) -> _Function:

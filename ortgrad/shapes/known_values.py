@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import FLOAT_TYPES, constant_tensor
+from ortgrad.graph.traversal import FLOAT_TYPES, constant_tensor, is_standard
 
 # Larger tensors are not shapes.
 _LARGEST = 1000
@@ -51,7 +51,7 @@ def _deciding(node: ir.Node) -> Iterator[int]:
         if value is None or not isinstance(value.type, ir.TensorType) or value.dtype in FLOAT_TYPES:
             continue
         producer = value.producer()
-        if producer is not None and _standard(producer) and producer.op_type in _EVALUATED - {"Constant"}:
+        if producer is not None and is_standard(producer) and producer.op_type in _EVALUATED - {"Constant"}:
             yield i
 
 
@@ -100,13 +100,13 @@ class _Evaluation:
 
     def _follows(self, node: ir.Node) -> bool:
         """Return whether a node is evaluated from the elements of its inputs."""
-        return _standard(node) and node.op_type in _EVALUATED and node.op_type not in ("Shape", "Size")
+        return is_standard(node) and node.op_type in _EVALUATED and node.op_type not in ("Shape", "Size")
 
     def _of(self, value: ir.Value, node: ir.Node | None) -> Known | None:
         name = value.name or ""
         if any(name == each or fnmatchcase(name, each) for each in self._wrt):
             return None
-        if node is None or not _standard(node) or node.op_type == "Constant":
+        if node is None or not is_standard(node) or node.op_type == "Constant":
             return self._given(value)
         if node.op_type in ("Shape", "Size"):
             return _sizes(node)
@@ -175,10 +175,6 @@ class _Evaluation:
 def _filled(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the elements, and what stands for those that are not known: 1, by which one can divide."""
     return array, np.ones((), array.dtype)
-
-
-def _standard(node: ir.Node) -> bool:
-    return node.domain in ("", "ai.onnx")
 
 
 def _sizes(node: ir.Node) -> Known | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -89,6 +91,11 @@ class Size:
                 pairs = zip(found, self.terms, strict=True)
                 return Size(frozenset((m, f // by) for m, (_, f) in pairs if m is not None))
         return Size.of(1) if self == divisor else Size.atom(("/", self, divisor))
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Return the product of sizes."""
+    return functools.reduce(operator.mul, sizes, Size.of(1))
 
 
 def broadcast(sizes: Iterable[Size]) -> Size:

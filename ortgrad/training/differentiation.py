@@ -16,7 +16,7 @@ from ortgrad.graph.protos import FLOATS
 from ortgrad.graph.serialization import read
 from ortgrad.passes import Pass, run
 from ortgrad.passes.inline import inline
-from ortgrad.pipelines.gradients import build_opened
+from ortgrad.pipelines.backward_graph import build_opened
 from ortgrad.pipelines.opening import OPENING
 from ortgrad.pipelines.stops import warn_about_stops
 from ortgrad.training.evaluation import in_evaluation

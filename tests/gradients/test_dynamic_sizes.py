@@ -14,7 +14,7 @@ from onnx import parser
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, RuntimeException
 
 import ortgrad
-from ortgrad.pipelines.prepared import prepare_proto
+from ortgrad.pipelines.preparation import prepare_proto
 from ortgrad.shapes.dimension_names import name_dimensions
 from ortgrad.shapes.inference import infer_types
 

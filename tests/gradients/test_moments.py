@@ -157,3 +157,19 @@ def test_saved_models_have_no_such_node() -> None:
     for kernels in ("auto", *KERNELS):
         assert "Moments" not in {node.op_type for node in ortgrad.prepare(built, kernels=kernels).graph.node}
     assert session_nodes(built).count("Moments") == COMPILES
+
+
+def test_an_epsilon_that_can_be_fed() -> None:
+    model = onnx.parser.parse_model(
+        f"""{HEADER}
+        g (float[3,20] x) => (float[3,20] y) <int64[1] axes = {{1}}, float e = {{0.1}}> {{
+            m = ReduceMean(x, axes) c = Sub(x, m) s = Mul(c, c) v = ReduceMean(s, axes)
+            w = Add(v, e) r = Sqrt(w) i = Reciprocal(r) y = Mul(c, i)
+        }}"""
+    )
+    built = ortgrad.build_gradient_model(model, wrt=["e"])
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    feeds = {"x": x, "y_grad": x, "e": np.array(5, np.float32)}
+    y = ortgrad.InferenceSession(built).run(["y"], feeds)[0]
+    expected = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 5)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

@@ -182,7 +182,7 @@ def test_integer_outputs_are_refused_before_the_work(monkeypatch: pytest.MonkeyP
         raise AssertionError
 
     monkeypatch.setattr("ortgrad.pipelines.opening.OPENING", (never,))
-    monkeypatch.setattr("ortgrad.pipelines.gradients.infer_proven_shapes", never)
+    monkeypatch.setattr("ortgrad.pipelines.backward_graph.infer_proven_shapes", never)
     with pytest.raises(ortgrad.ModelError, match="differentiate 'logits'"):
         ortgrad.build_gradient_model(parse(LABELS), wrt="x", of="label")
 

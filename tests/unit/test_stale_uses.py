@@ -15,9 +15,10 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import numpy_helper
+from support.passes import check_uses
 
 import ortgrad
-from ortgrad.pipelines import gradients, prepared
+from ortgrad.pipelines import backward_graph, preparation
 from ortgrad.training import onnxblock
 
 CAPTURED = "a = Sin(x) b = Mul(a, x) c = Exp(b)"
@@ -46,15 +47,6 @@ CASES = {
 }
 
 
-def check_uses(model: ir.Model) -> None:
-    nodes = set(model.graph.all_nodes())
-    values = [v for graph in model.graphs() for v in (*graph.inputs, *graph.initializers.values())]
-    values += [value for node in nodes for value in node.outputs]
-    for value in values:
-        for user, _ in value.uses():
-            assert user in nodes, f"{user.op_type} {user.name} counts as a user of {value.name}"
-
-
 def checked(model: ir.Model, *passes: Callable[[ir.Model], ir.Model]) -> ir.Model:
     for each in passes:
         model = each(model)
@@ -64,7 +56,7 @@ def checked(model: ir.Model, *passes: Callable[[ir.Model], ir.Model]) -> ir.Mode
 
 @pytest.fixture(autouse=True)
 def check_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gradients, prepared):
+    for module in (backward_graph, preparation):
         monkeypatch.setattr(module, "run", checked)
 
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ortgrad.autodiff.node_view import NodeView
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._types import cast_like
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def dequantized(

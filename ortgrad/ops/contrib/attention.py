@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._types import cast_like
 from ortgrad.ops.contrib._packed import dequantized
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _HEADS_FIRST = [0, 2, 1, 3]
 _END = np.iinfo(np.int64).max

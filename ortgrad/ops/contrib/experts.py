@@ -7,21 +7,16 @@ chosen ones only, so the gradient of a mixture of many experts takes longer than
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._types import cast_like
 from ortgrad.ops.contrib._packed import unpacked
 from ortgrad.ops.contrib.fused import fast_gelu_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 # The parameters of fused activations, in the order of FusedConv's activation_params.

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._scan import Results, scan
 from ortgrad.ops._types import narrowed, widened
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _RULES = ("linear", "gated", "delta", "gated_delta")
 # From [batch, length, head, ...] to the order of Scan.

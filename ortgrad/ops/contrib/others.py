@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
@@ -11,14 +10,10 @@ from onnx import TensorProto
 from ortgrad.autodiff.definitions import definition, undefined
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._types import cast_like
 from ortgrad.ops.contrib._packed import unpacked
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # The values that the 4 bits of MatMulBnb4 stand for.
 _FP4 = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto
@@ -11,13 +11,9 @@ from onnx import TensorProto
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops.contrib._packed import dequantized, unpacked
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 @definition("NhwcMaxPool", domain=DOMAIN)

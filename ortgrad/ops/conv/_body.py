@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._windows import require_outputs
 from ortgrad.ops.conv._body_form import (
     Form,
@@ -34,9 +35,6 @@ from ortgrad.ops.conv._body_reads import (
 )
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
     from ortgrad.ops.conv._body_form import Size
 
 # With fewer input channels than this, one product for all taps is faster than one for each.

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._windows import explicit_pads, per_dimension, windows
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
-
     # A size that is known, or a vector of one element that holds it at run time.
     Size = int | ir.Value
 

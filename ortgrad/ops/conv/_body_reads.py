@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops.conv._body_form import Form, known_size, shaped, size_of
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
     from ortgrad.ops.conv._body_form import Size
 
 _END = 1 << 62

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._scan import Results, Step, scan
 from ortgrad.ops.recurrent._activations import Activation
 from ortgrad.ops.recurrent._cell import AXES, Cell, Operands, Saved
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # To the end, for Slice.
 _END = np.iinfo(np.int64).max
@@ -278,8 +274,6 @@ class Body:
         return directions
 
     def _read_batch(self, operands: Operands[ir.Value]) -> Batch:
-        import onnx_ir as ir
-
         op, r, lengths, known = self.op, operands.r, operands.lengths, self.cell.hidden_size
         x = self._time_first(operands.x, "X")
         steps, rows = (op.Slice(op.shape_of(x), [i], [i + 1]) for i in (0, 1))

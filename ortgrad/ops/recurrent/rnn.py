@@ -10,9 +10,9 @@ where f' is told from H, so the forward node need not save anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._scan import Results
 from ortgrad.ops.recurrent._cell import Cell, Operands, Saved, attributes_of
 from ortgrad.ops.recurrent._onnx_driver import (
@@ -22,11 +22,6 @@ from ortgrad.ops.recurrent._onnx_driver import (
     scan_backward,
     unless_ended,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 class RNNCell(Cell):

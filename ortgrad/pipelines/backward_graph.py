@@ -63,6 +63,21 @@ _ROUNDS = (
 
 
 @dataclass(frozen=True)
+class Request:
+    """What a caller of `build_gradient_model` or `explain` asks for."""
+
+    source: onnx.ModelProto
+    wrt: Sequence[str] | None
+    of: Sequence[str] | None
+    straight_through: bool = True
+    feeds: Feeds | None = None
+    # Passes that follow the opening ones.
+    begin: Sequence[Pass] = ()
+    # Whether nodes are not merged for the sake of speed.
+    as_written: bool = False
+
+
+@dataclass(frozen=True)
 class BackwardRun:
     """A forward model after the opening passes, and its backward pass, which is not yet in the graph."""
 
@@ -81,46 +96,35 @@ class BackwardRun:
     stopped: str | None
     # Texts of warnings about patterns.
     partial: Sequence[str]
+    # Whether ranks without proof were used.
+    trusting: bool
+    # Whether values that follow from known sizes were replaced by constants where they are known.
+    folding: bool
 
 
-def run_backward(
-    source: onnx.ModelProto,
-    wrt: Sequence[str] | None,
-    of: Sequence[str] | None,
-    straight_through: bool = True,
-    feeds: Feeds | None = None,
-    *,
-    begin: Sequence[Pass] = (),
-    as_written: bool = False,
-) -> BackwardRun:
-    """Run the backward pass; nodes that cannot be differentiated are in its `failures`.
-
-    `begin` are passes that follow the opening ones. With `as_written`, nodes are not merged for the sake of
-    speed.
-    """
-    ran = _run_backward(source, wrt, of, begin=begin, as_written=as_written)
+def run_backward(request: Request) -> BackwardRun:
+    """Run the backward pass; nodes that cannot be differentiated are in its `failures`."""
+    ran = _run_backward(request)
     if ran.backward.failures:
         # Ranks without proof are used only if a rule needs one that cannot be inferred.
-        ran = _run_backward(source, wrt, of, trusting=True, feeds=feeds, begin=begin, as_written=as_written)
-    if not straight_through:
+        ran = _run_again(request, ran)
+    if not request.straight_through:
         nodes = straight_through_nodes(ran.model.graph, ran.targets, ran.outputs)
         ran.backward.failures += [Failure(node, _ROUNDS) for node in nodes]
     return ran
 
 
-def _run_backward(
-    source: onnx.ModelProto,
-    wrt: Sequence[str] | None,
-    of: Sequence[str] | None,
-    *,
-    trusting: bool = False,
-    feeds: Feeds | None = None,
-    folding: bool = True,
-    begin: Sequence[Pass] = (),
-    as_written: bool = False,
-) -> BackwardRun:
-    """Implement `run_backward`; with `trusting`, ranks without proof are used and checked at run time."""
-    model = _opened(source, wrt, of, begin)
+def _run_again(request: Request, ran: BackwardRun) -> BackwardRun:
+    """Return another run, in which ranks without proof are used, and checked at run time."""
+    # Of feeds, the ranks may be known, so that other values can be folded.
+    folding = ran.folding or request.feeds is not None
+    return _run_backward(request, trusting=True, folding=folding)
+
+
+def _run_backward(request: Request, *, trusting: bool = False, folding: bool = True) -> BackwardRun:
+    source, wrt, of = request.source, request.wrt, request.of
+    feeds = request.feeds if trusting else None
+    model = _opened(request)
     _take_ranks_of_feeds(model, feeds)
     dimensions = name_dimensions(model)
     declared = infer_proven_shapes(model)
@@ -142,16 +146,7 @@ def _run_backward(
     if any(decides_shapes(value, model.opset_imports) for value in fed):
         if folded:
             # What was folded may have followed from the value of a target.
-            return _run_backward(
-                source,
-                wrt,
-                of,
-                trusting=trusting,
-                feeds=feeds,
-                folding=False,
-                begin=begin,
-                as_written=as_written,
-            )
+            return _run_backward(request, trusting=trusting, folding=False)
         infer_proven_shapes(model)
     if not set(outputs) <= set(graph.outputs) and unknown_ranks(graph, outputs):
         infer_further_shapes(model, outputs)
@@ -161,7 +156,7 @@ def _run_backward(
         assume_ranks(model, _unproven_ranks(model, source, declared, outputs, feeds), outputs)
     names = [[value.name or "" for value in values] for values in (targets, outputs)]
     fed_names = {value.name for value in fed}
-    if not as_written:
+    if not request.as_written:
         model = fold_normalizations(model, *names)
     model = expand_unsupported(model, *names)
     graph, values = model.graph, values_by_name(model.graph)
@@ -184,22 +179,29 @@ def _run_backward(
     # No warning for second derivatives: those of piecewise linear functions are zero, as expected.
     stopped = None if is_built(source) else describe_stops(backward, list(graph), targets, outputs)
     return BackwardRun(
-        model, backward, targets, outputs, results, proven, declared, dimensions, stopped, partial
+        model,
+        backward,
+        targets,
+        outputs,
+        results,
+        proven,
+        declared,
+        dimensions,
+        stopped,
+        partial,
+        trusting,
+        folding,
     )
 
 
-def _opened(
-    source: onnx.ModelProto,
-    wrt: Sequence[str] | None,
-    of: Sequence[str] | None,
-    begin: Sequence[Pass],
-) -> ir.Model:
-    """Return the model after the passes that need no shapes; `begin` follow the opening ones."""
-    model = separate_targets(read(source), wrt)
+def _opened(request: Request) -> ir.Model:
+    """Return the model after the passes that need no shapes."""
+    wrt, of = request.wrt, request.of
+    model = separate_targets(read(request.source), wrt)
     model = inline(model, lambda function: not is_body(function))
     refuse_integers(model, of)
     # A list of known length decides Ifs, and a branch that is taken may read known elements.
-    model = run(model, *OPENING, *begin, resolve_sequences, fold_ifs, resolve_sequences, sort)
+    model = run(model, *OPENING, *request.begin, resolve_sequences, fold_ifs, resolve_sequences, sort)
     return drop_whole_slices(model, {*(wrt or ()), *(of or ())})
 
 
@@ -255,17 +257,20 @@ def build_opened(
     begin: Sequence[Pass] = (),
     finish: Sequence[Pass] = (),
 ) -> tuple[ir.Model, BackwardRun]:
-    """Return the model with gradients as its last outputs, in memory, and its backward pass.
+    """Return the model with gradients as its last outputs, in memory, and the run of the backward pass.
 
     `begin` are passes that follow the opening ones. `finish` are the last passes, which bring gradient nodes
     into the form in which the model is written.
     """
-    ran = run_backward(source, wrt, of, straight_through, feeds, begin=begin)
+    request = Request(source, wrt, of, straight_through, feeds, begin)
+    ran = run_backward(request)
     try:
         return _assemble(ran, finish), ran
     except NodeError:
+        if ran.trusting:
+            raise
         # The body of an operator needs a rank that cannot be inferred.
-        ran = _run_backward(source, wrt, of, trusting=True, feeds=feeds, begin=begin)
+        ran = _run_again(request, ran)
         return _assemble(ran, finish), ran
 
 

@@ -17,13 +17,13 @@ from ortgrad.lowering.fusion.fuse import fuse
 from ortgrad.lowering.max_pools import use_max_pool
 from ortgrad.lowering.moments import use_moments
 from ortgrad.lowering.open_losses import open_losses
-from ortgrad.lowering.placement import expand_constant, runs_as_body
 from ortgrad.lowering.pointwise import use_pointwise
 from ortgrad.lowering.share_branches import share_branches
 from ortgrad.lowering.single_channels import expand_single_channels
 from ortgrad.lowering.slices import join_slices
 from ortgrad.lowering.swap_axes import use_swap_axes
 from ortgrad.lowering.transposed_products import use_transposed_products
+from ortgrad.lowering.ways import expand_constant, runs_as_body
 from ortgrad.lowering.winograd import use_winograd
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import find_operator
