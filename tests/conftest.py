@@ -17,7 +17,7 @@ import support
 from ortgrad.compiled import progress
 
 TESTS = Path(__file__).parent
-QUICK = ("unit", "docs", "gradients", "ops", "session", "check", "cli", "training", "compat")
+QUICK = ("unit", "gradients", "session", "cli", "training", "compat")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -299,6 +299,11 @@ def transform(
                 into[place + i * into_row + k * into_column + lane] = total
 
 
+def subrecord(record: np.ndarray, start: int, size: int) -> np.ndarray:
+    """Return consecutive integers of a record (see ortgrad.operators.records)."""
+    return record[start : start + size]
+
+
 def pool_squares(
     values: np.ndarray,
     above: int,
@@ -402,6 +407,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "add_up": add_up,
     "transform": transform,
     "pool_squares": pool_squares,
+    "subrecord": subrecord,
 }
 
 

@@ -308,6 +308,22 @@ def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any
     return builder.gep(data, [index])
 
 
+@intrinsic
+def subrecord(_: Any, record: Any, start: Any, size: Any) -> Any:
+    """Return consecutive integers of a record, without the checks of a slice."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.return_type)(context, builder)
+        data = _place(context, builder, record, *arguments[:2])
+        item = ITEM_SIZES["int64"]
+        arrayobj.populate_array(
+            array, data=data, shape=[arguments[2]], strides=[_WORD(item)], itemsize=item, meminfo=None
+        )
+        return array._getvalue()
+
+    return types.Array(WORD, 1, "C")(record, WORD, WORD), generate
+
+
 def _disjoint(builder: Any, instruction: Any, own: str, other: str) -> None:
     """Tell LLVM that accesses marked with `own` never touch the memory of those marked with `other`."""
     module = builder.module

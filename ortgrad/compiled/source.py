@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ortgrad.compiled import functions, layout, mathematics, variables
+from ortgrad.compiled.fields import lower_fields
 from ortgrad.compiled.variables import Foreign, Number, Value
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.compiled import CompiledKernel, may_fail
@@ -193,10 +194,11 @@ def _typed_tree(
 ) -> ast.FunctionDef:
     """Return a function in which numbers, and those that `floats` name, have the element type.
 
-    Dotted names become simple ones, by `renamed`.
+    Dotted names become simple ones, by `renamed`, and fields of records elements of arrays.
     """
     tree = _tree_of(function)
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    tree = lower_fields(tree, function)
     tree.name, tree.decorator_list, tree.returns = "function", [], None
     arguments = tree.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
@@ -307,9 +309,11 @@ def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
         lines.append(f"t{i} = view_of_{dtype}({_tensor(i)}, ({sizes}))")
         place += rank
     numbers = _numbers(kernel, place)
-    arguments = ", ".join(["task", *(f"t{i}" for i in range(len(dtypes))), *numbers])
     lines += numbers.values()
+    variables = {name: f"t{i}" for i, name in enumerate(kernel.names)}
+    variables.update(zip(kernel.numbers, numbers, strict=True))
     for i, function in enumerate(kernel.phases):
+        arguments = ", ".join(["task", *(variables[name] for name in kernel.parameters(function))])
         call = f"phase{i}({arguments})"
         if may_fail(function):
             call = f"if {call}: store(call + {8 * layout.CALL_FAILED}, 1)"

@@ -20,7 +20,8 @@ there are and how the tensors are viewed:
         ...
 
 Both may have further parameters, annotated as int or float: attributes, or numbers of the plan. A parameter
-annotated as np.ndarray is a list of integers of the plan.
+with another annotation is a list of integers of the plan. If the annotation is a record
+(ortgrad.operators.records), the integers have names.
 Floating-point numbers in the text of the function have the element type of the tensors. It may refer to what
 Numba knows (functions of `math` and NumPy), to other functions, also those made by `njit`, and to numbers,
 tuples and arrays, which are constants. It creates no arrays. An inner loop is
@@ -29,7 +30,12 @@ A task that returns a bool fails if that is true, and the NumPy kernel says why.
 exception.
 
 Further functions, `first` and `last`, may perform tasks before those of the kernel begin and after they are
-done. They take the same parameters. All may take scratch tensors of the element type, after the outputs.
+done. All may take scratch tensors of the element type, after the outputs. They take the same parameters,
+unless the declaration names all tensors. Then each takes only those that it reads, by their names, and lists
+of integers are annotated as Integers or as records:
+
+    @softmax_grad.compiled(views={"dy": 2, "y": 2, "dx": 2}, scratch={"sums": 1}, plan=rows)
+
 Before and after all tasks, onnxruntime may compute products of matrices that the plan names.
 """
 
@@ -39,7 +45,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ortgrad.errors import RegistrationError
 from ortgrad.threads import lazy
@@ -96,7 +104,15 @@ def elementwise_plan(shape: Sequence[int]) -> Plan:
 Planner = Callable[..., "Plan | None"]
 
 
+# A list of integers of a plan, as kernels see it: an array, parts of which may be records.
+Integers: TypeAlias = Any
+
 _KINDS = {float: "float", "float": "float", int: "int", "int": "int", inspect.Parameter.empty: "int"}
+
+
+def vectors(names: str) -> dict[str, int]:
+    """Return the declaration of tensors that a kernel sees as vectors."""
+    return dict.fromkeys(names.split(), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,15 +138,25 @@ class CompiledKernel:
     # Whether the operations are performed in the order in which they are written. Element-wise kernels are
     # exact; in others, terms of a sum may change places.
     exact: bool = False
+    # The names of inputs, outputs and scratch tensors. With them, all functions get what they take by name;
+    # without them, all take the same parameters.
+    tensor_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        found = len(inspect.signature(self.function).parameters)
+        found = len(self.tensor_names) + 1 if self.tensor_names else len(_parameters(self.function))
         expected = self._count_of_arguments()
         if found < expected or (self.views is not None and len(self.views) != self.tensors):
             raise RegistrationError(
                 f"the compiled kernel {self.function.__name__} must take {expected} parameters or more, "
                 "and have a view for every input and output"
             )
+        for phase in self.phases if self.tensor_names else ():
+            for name, annotation in _parameters(phase)[1:]:
+                if annotation in ("np.ndarray", np.ndarray) and name not in self.tensor_names:
+                    raise RegistrationError(
+                        f"{phase.__name__} takes {name!r}, which is none of the tensors of the compiled "
+                        f"kernel: {', '.join(self.tensor_names)}"
+                    )
 
     @property
     def elementwise(self) -> bool:
@@ -139,9 +165,13 @@ class CompiledKernel:
 
     @lazy
     def numbers(self) -> dict[str, str]:
-        """The names of the parameters after the tensors, with their types: "float", "int" or "array"."""
-        parameters = list(inspect.signature(self.function).parameters.values())[self._count_of_arguments() :]
-        return {p.name: _KINDS.get(p.annotation, "array") for p in parameters}
+        """The names of the parameters besides the tensors, with their types: "float", "int" or "array"."""
+        if self.tensor_names:
+            found = [each for phase in self.phases for each in _parameters(phase)[1:]]
+            found = [(name, annotation) for name, annotation in found if name not in self.tensor_names]
+        else:
+            found = _parameters(self.function)[self._count_of_arguments() :]
+        return {name: _KINDS.get(annotation, "array") for name, annotation in found}
 
     @property
     def phases(self) -> tuple[Callable[..., Any], ...]:
@@ -150,12 +180,25 @@ class CompiledKernel:
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters for tensors, in their order."""
-        return list(inspect.signature(self.function).parameters)[1 : self._count_of_arguments()]
+        """The names of the tensors, in their order."""
+        if self.tensor_names:
+            return [*self.tensor_names]
+        return [name for name, _ in _parameters(self.function)[1 : self._count_of_arguments()]]
+
+    def parameters(self, function: Callable[..., Any]) -> list[str]:
+        """Return the names of the tensors and numbers that a function takes after the number of the task."""
+        if self.tensor_names:
+            return [name for name, _ in _parameters(function)[1:]]
+        return [*self.names, *self.numbers]
 
     def _count_of_arguments(self) -> int:
         """Return the number of parameters before the numbers."""
         return self.tensors - 1 if self.elementwise else self.tensors + len(self.scratch) + 1
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Return the names of a function's parameters with their annotations."""
+    return [(p.name, p.annotation) for p in inspect.signature(function).parameters.values()]
 
 
 def may_fail(function: Callable[..., Any]) -> bool:

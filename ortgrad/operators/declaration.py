@@ -209,11 +209,11 @@ class Operator:
     def compiled(
         self,
         *,
-        views: Sequence[int] | None = None,
+        views: Sequence[int] | Mapping[str, int] | None = None,
         plan: Planner | None = None,
         first: Kernel | None = None,
         last: Kernel | None = None,
-        scratch: Sequence[int] = (),
+        scratch: Sequence[int] | Mapping[str, int] = (),
         products: bool = False,
         auto: bool | Callable[..., bool] = True,
     ) -> Callable[[Function], Function]: ...
@@ -222,11 +222,11 @@ class Operator:
         self,
         function: Function | None = None,
         *,
-        views: Sequence[int] | None = None,
+        views: Sequence[int] | Mapping[str, int] | None = None,
         plan: Planner | None = None,
         first: Kernel | None = None,
         last: Kernel | None = None,
-        scratch: Sequence[int] = (),
+        scratch: Sequence[int] | Mapping[str, int] = (),
         products: bool = False,
         auto: bool | Callable[..., bool] = True,
     ) -> Function | Callable[[Function], Function]:
@@ -235,7 +235,8 @@ class Operator:
         Without arguments, the function computes one element. Otherwise it performs one task on views of the
         tensors; `views` gives the number of dimensions of each, and `plan` returns a Plan for given shapes.
         `first` performs tasks before those, `last` after them, and `scratch` gives the dimensions of tensors
-        for the results. With `products`, plans may have matrix products for onnxruntime.
+        for the results. If `views` and `scratch` are dictionaries, functions take only the tensors that they
+        read, by these names. With `products`, plans may have matrix products for onnxruntime.
         `auto` says whether kernels="auto" uses it; it may be a function of the inputs' shapes, as far as they
         are known (None for a size or a shape that is not), and of the attributes, as keywords.
         """
@@ -244,9 +245,13 @@ class Operator:
 
         def declare(function: Function) -> Function:
             tensors = len(self.inputs) + len(self.outputs)
-            shapes = None if views is None else tuple(views)
+            names = (*views, *scratch) if isinstance(views, Mapping) else ()
+            shapes, others = (
+                tuple(each.values()) if isinstance(each, Mapping) else None if each is None else tuple(each)
+                for each in (views, scratch)
+            )
             self.compiled_kernel = CompiledKernel(
-                function, tensors, shapes, plan, first, tuple(scratch), auto, last, products
+                function, tensors, shapes, plan, first, others or (), auto, last, products, tensor_names=names
             )
             return function
 

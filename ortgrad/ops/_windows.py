@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -50,6 +50,13 @@ class Windows:
         return tuple(
             (o - 1) * s + e for o, s, e in zip(self.outputs, self.strides, self.extents, strict=True)
         )
+
+
+class Plane(NamedTuple):
+    """A number for rows and one for columns, as compiled kernels read them."""
+
+    height: int
+    width: int
 
 
 def spatial(kernel_shape: Sequence[int] | None) -> tuple[str, str, str]:

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double
-from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.compiled import Integers, Matrix, Plan, Product, vectors
 from ortgrad.operators.declaration import operator
 from ortgrad.operators.gemm import is_steady
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 from ortgrad.ops._transposition import turn
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv import _body, _numpy
-from ortgrad.ops.conv._few_positions import few_channels_task, few_weights_task
+from ortgrad.ops.conv._few_positions import Few, few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
+from ortgrad.ops.conv._geometry import Geometry
 from ortgrad.ops.conv.conv import DECLARATION
 
 
@@ -129,8 +131,8 @@ def plan(
             "copies": copies,
             "sums": sums,
             "biases": few.biases_of_task,
-            "geometry": few.geometry,
-            "few": few_tasks.numbers,
+            "geometry": numbers_of(few.geometry),
+            "few": numbers_of(few_tasks.numbers),
             "few_dx": few_tasks.dx_tasks,
             "few_dw": few_tasks.dw_tasks,
             "offsets": [0],
@@ -168,11 +170,11 @@ def pointwise_task(
     copies: int,
     sums: int,
     biases: int,
-    geometry: np.ndarray,
-    few: np.ndarray,
+    geometry: Geometry,
+    few: Few,
     few_dx: int,
     few_dw: int,
-    offsets: np.ndarray,
+    offsets: Integers,
 ) -> bool:
     """Compute dX or dW of few positions; transpose W of some channels, join the samples of a channel, add up
     dW of them, or dB of some filters."""
@@ -223,4 +225,9 @@ def _join(
         copy_elements(into, (channel * samples + n) * positions, source, start, positions)
 
 
-pointwise_conv_grad.compiled(views=[1] * 6, scratch=[1, 1, 1, 2, 1], plan=plan, products=True)(pointwise_task)
+pointwise_conv_grad.compiled(
+    views=vectors("dy x w dx dw db"),
+    scratch={**vectors("turned joined_dy joined_x"), "products": 2, "memory": 1},
+    plan=plan,
+    products=True,
+)(pointwise_task)

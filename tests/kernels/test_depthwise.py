@@ -21,7 +21,7 @@ import ortgrad
 from ortgrad import nodes
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, all_operators, find_operator
 from ortgrad.ops._windows import windows
-from ortgrad.ops.conv._depthwise_plan import PIECES, Division, Planes, in_two_dimensions
+from ortgrad.ops.conv._depthwise_plan import Division, Planes, in_two_dimensions
 from ortgrad.ops.conv.depthwise import depthwise_conv, depthwise_conv_grad
 from ortgrad.pipelines.prepare import prepare_loaded
 
@@ -292,7 +292,7 @@ def test_what_has_pieces() -> None:
         win = in_two_dimensions(windows(x[2:], w[2:], **attributes))
         planes = Planes(x[0], x[1])
         tables = Division(win).forward(planes), Division(win).backward(True, True, planes)
-        assert [table.geometry[PIECES] > 0 for table in tables] == [name.startswith("pieces")] * 2
+        assert [table.geometry.pieces > 0 for table in tables] == [name.startswith("pieces")] * 2
 
 
 @support.needs_numba

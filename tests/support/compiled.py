@@ -88,8 +88,10 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
     named = dict(zip(kernel.names, (*views, *scratch), strict=True))
     compute_products(planned.before, named)
     counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
-    for function, count in zip(phases, counts, strict=True):
+    named_values = {**named, **dict(zip(kernel.numbers, values, strict=True))}
+    for phase, function, count in zip(kernel.phases, phases, counts, strict=True):
+        arguments = [named_values[name] for name in kernel.parameters(phase)]
         for task in range(count):
-            assert not function(task, *views, *scratch, *values)
+            assert not function(task, *arguments)
     compute_products(planned.after, named)
     return outputs

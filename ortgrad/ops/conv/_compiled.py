@@ -26,32 +26,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, transpose
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Integers, Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._windows import Windows, windows
-from ortgrad.ops.conv._compiled_dw import aligned, sum_of_filter, weights_task
+from ortgrad.ops.conv._compiled_dw import sum_of_filter, weights_task
 from ortgrad.ops.conv._compiled_dx import channels_task
-from ortgrad.ops.conv._few_positions import DW_IS_FEW, DX_IS_FEW, few_channels_task, few_weights_task
+from ortgrad.ops.conv._few_positions import Few, few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
 from ortgrad.ops.conv._geometry import (
     COLUMNS,
-    DB_FILTERS,
-    DW_SKIPS,
-    DW_TASKS,
-    DX_TASKS,
-    DY_BOX,
-    DY_BOXES,
-    DY_HEAD,
-    FILTERS,
-    GROUPS,
-    HEAD,
-    OUTPUT,
-    SAMPLES,
-    SIZE,
     TERMS,
-    TRANSPOSITIONS,
-    X_BOX,
-    X_BOXES,
+    Geometry,
+    Part,
+    Range,
+    Spatial,
+    volume,
 )
+from ortgrad.ops.conv._memory import aligned
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
@@ -105,12 +96,23 @@ def plan(
     dy_boxes = samples * dy[1] if dx and not dy_in_place and not few_dx else 0
     x_boxes = samples * x[1] if dw and not x_in_place and not few_dw else 0
     transpositions = samples * group * -(-filters // TILE) if dw and not few_dw else 0
-    geometry = (
-        *(*win.outputs, *win.sizes, *win.strides, *win.heads, *x_box, *box, *division.heads),
-        *(samples, group, filters, channels, taps, x_in_place, dy_in_place, division.panels),
-        *(dy_boxes, x_boxes, transpositions, dx_tasks, dw_tasks),
-        *(division.channels_of_task, division.blocks_of_task, pairs, skips, win.kernel[2]),
-        *(few.biases_of_task, division.members),
+    geometry = few.geometry._replace(
+        dy_in_place=dy_in_place,
+        dy_box=Spatial(*box),
+        dy_head=Spatial(*division.heads),
+        panels=division.panels,
+        dy_boxes=dy_boxes,
+        x_boxes=x_boxes,
+        transpositions=transpositions,
+        dx_tasks=dx_tasks,
+        dw_tasks=dw_tasks,
+        dx_channels=division.channels_of_task,
+        dx_blocks=division.blocks_of_task,
+        dx_members=division.members,
+        dw_rows=pairs,
+        dw_skips=skips,
+        kernel_columns=win.kernel[2],
+        db_filters=few.biases_of_task,
     )
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
@@ -120,13 +122,13 @@ def plan(
         ),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
         numbers={
-            "geometry": [int(number) for number in geometry],
+            "geometry": numbers_of(geometry),
             "taps": [tap for part in division.parts for tap in part.taps],
             "shifts": [_place(shift, box) for part in division.parts for shift in part.shifts],
             "parts": table,
             "offsets": [_place(reach, x_box) for reach in _reaches(win)],
-            "ranges": [number for tap in ranges for number in tap],
-            "few": few_tasks.numbers,
+            "ranges": [number for tap in ranges for number in numbers_of(tap)],
+            "few": numbers_of(few_tasks.numbers),
         },
         work=samples * math.prod(w) * positions // 8,
         scratch=[
@@ -148,7 +150,7 @@ def _dx_time(few: FewPositions, division: _Division) -> float:
     return time + 0.75 * few.samples * channels * math.prod(few.win.sizes)
 
 
-def _dw_time(few: FewPositions, ranges: list[Sizes], skips: bool) -> float:
+def _dw_time(few: FewPositions, ranges: list[Range], skips: bool) -> float:
     """The same for dW."""
     pairs, filters = few.channels * few.taps, -(-few.filters // TILE) * TILE
     products = few.rows * filters * few.group * -(-pairs // TILE_ROWS) * TILE_ROWS
@@ -301,7 +303,16 @@ class _Division:
         for i, part in enumerate(self.parts):
             lines, length = self._lines(part)
             units = -(-length // (self.blocks_of_task * COLUMNS))
-            table += [tasks, *part.first, *part.count, *part.remainder, tap, len(part.taps), units]
+            numbers = Part(
+                task=tasks,
+                first=Spatial(*part.first),
+                counts=Spatial(*part.count),
+                place=Spatial(*part.remainder),
+                tap=tap,
+                taps=len(part.taps),
+                units=units,
+            )
+            table += numbers_of(numbers)
             # The first one is the longest.
             tasks += lines * units * self.group * splits if i % self.members == 0 else 0
             tap += len(part.taps)
@@ -321,7 +332,7 @@ def _pairs_of_task(blocks: int, pairs: int, tasks: int, taps: int) -> int:
     return min(_MOST_PAIRS, -(-wanted // unit) * unit)
 
 
-def _ranges(win: Windows) -> list[Sizes]:
+def _ranges(win: Windows) -> list[Range]:
     """The first and last rows and columns of the output for which a tap of the kernel sees no padding."""
     ranges = []
     for reach in _reaches(win):
@@ -330,11 +341,11 @@ def _ranges(win: Windows) -> list[Sizes]:
             shift, stride = win.heads[axis] - reach[axis], win.strides[axis]
             first = min(max(0, -(-shift // stride)), win.outputs[axis])
             tap += [first, max(first, min(win.outputs[axis], (win.sizes[axis] - 1 + shift) // stride + 1))]
-        ranges.append(tuple(tap))
+        ranges.append(Range(*tap))
     return ranges
 
 
-def _pays_to_skip(win: Windows, channels: int, ranges: list[Sizes]) -> bool:
+def _pays_to_skip(win: Windows, channels: int, ranges: list[Range]) -> bool:
     """Return whether dW is faster if products with padding are left out."""
     positions, taps = math.prod(win.outputs), math.prod(win.kernel)
     if win.outputs[0] * win.kernel[0] > 1 or positions > 2 * TERMS or taps * TILE_ROWS > _MOST_PAIRS:
@@ -350,37 +361,27 @@ def prepare(
     dy: np.ndarray,
     x: np.ndarray,
     w: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
     dy_boxes: np.ndarray,
     x_boxes: np.ndarray,
     turned: np.ndarray,
-    memory: np.ndarray,
-    geometry: np.ndarray,
-    taps: np.ndarray,
-    shifts: np.ndarray,
-    parts: np.ndarray,
-    offsets: np.ndarray,
-    ranges: np.ndarray,
-    few: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Copy a channel of dY or X into its box, transpose dY of some filters, or check W of a filter."""
-    if task < geometry[DY_BOXES]:
-        _embed(task, dy, OUTPUT, dy_boxes, DY_BOX, DY_HEAD, geometry)
-        if task == geometry[DY_BOXES] - 1:
-            plane = geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
+    if task < geometry.dy_boxes:
+        _embed(task, dy, geometry.output, dy_boxes, geometry.dy_box, geometry.dy_head)
+        if task == geometry.dy_boxes - 1:
+            plane = volume(geometry.dy_box)
             clear(dy_boxes, (task + 1) * plane, len(dy_boxes) - (task + 1) * plane)
         return False
-    task -= geometry[DY_BOXES]
-    if task < geometry[X_BOXES]:
-        _embed(task, x, SIZE, x_boxes, X_BOX, HEAD, geometry)
+    task -= geometry.dy_boxes
+    if task < geometry.x_boxes:
+        _embed(task, x, geometry.size, x_boxes, geometry.x_box, geometry.head)
         return False
-    task -= geometry[X_BOXES]
-    if task < geometry[TRANSPOSITIONS]:
+    task -= geometry.x_boxes
+    if task < geometry.transpositions:
         return _transpose_filters(task, dy, aligned(turned), geometry)
-    task -= geometry[TRANSPOSITIONS]
-    filters = geometry[FILTERS] * geometry[GROUPS]
+    task -= geometry.transpositions
+    filters = geometry.filters * geometry.groups
     size = len(w) // filters
     total, values = 0.0, w[task * size : (task + 1) * size]
     for k in range(size):
@@ -389,17 +390,17 @@ def prepare(
 
 
 def _embed(
-    channel: int, source: np.ndarray, size: int, boxes: np.ndarray, box: int, head: int, geometry: np.ndarray
+    channel: int, source: np.ndarray, size: Spatial, boxes: np.ndarray, box: Spatial, head: Spatial
 ) -> None:
-    """Copy a channel into its box; `size`, `box` and `head` are places in the geometry."""
-    depth, height, width = geometry[size], geometry[size + 1], geometry[size + 2]
-    rows, pitch = geometry[box + 1], geometry[box + 2]
+    """Copy a channel into its box, behind its head of zeros."""
+    depth, height, width = size.depth, size.height, size.width
+    rows, pitch = box.height, box.width
     # Windows may see padding only, and the box ends where they do.
-    before = min(geometry[head + 2], pitch)
+    before = min(head.width, pitch)
     count = min(width, pitch - before)
-    for i in range(geometry[box] * rows):
-        z, y = i // rows - geometry[head], i % rows - geometry[head + 1]
-        start = (channel * geometry[box] * rows + i) * pitch
+    for i in range(box.depth * rows):
+        z, y = i // rows - head.depth, i % rows - head.height
+        start = (channel * box.depth * rows + i) * pitch
         if z < 0 or z >= depth or y < 0 or y >= height:
             clear(boxes, start, pitch)
             continue
@@ -408,24 +409,27 @@ def _embed(
         clear(boxes, start + before + count, pitch - before - count)
 
 
-def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: np.ndarray) -> bool:
+def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: Geometry) -> bool:
     """Transpose dY of up to 16 filters of a sample. Filters that do not exist have zeros.
 
     Return whether there are NaN or infinities, if their products with padding would be left out.
     """
-    filters, positions = geometry[FILTERS], geometry[OUTPUT] * geometry[OUTPUT + 1] * geometry[OUTPUT + 2]
+    filters, positions = (
+        geometry.filters,
+        volume(geometry.output),
+    )
     slices = (filters + TILE - 1) // TILE
     sample, group, first = (
-        task // slices // geometry[GROUPS],
-        task // slices % geometry[GROUPS],
+        task // slices // geometry.groups,
+        task // slices % geometry.groups,
         task % slices,
     )
     first *= TILE
     block = first // COLUMNS * COLUMNS
     columns, count = min(COLUMNS, slices * TILE - block), min(TILE, filters - first)
-    place = (group * slices * TILE + block) * geometry[SAMPLES] * positions
+    place = (group * slices * TILE + block) * geometry.samples * positions
     place += sample * positions * columns + first - block
-    source = ((sample * geometry[GROUPS] + group) * filters + first) * positions
+    source = ((sample * geometry.groups + group) * filters + first) * positions
     p = 0
     while count == TILE and p + TILE <= positions:
         transpose(turned, place + p * columns, columns, dy, source + p, positions)
@@ -434,7 +438,7 @@ def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: 
         for i in range(TILE):
             turned[place + k * columns + i] = dy[source + i * positions + k] if i < count else 0.0
     total, values = 0.0, dy[source : source + count * positions]
-    for k in range(count * positions if geometry[DW_SKIPS] != 0 else 0):
+    for k in range(count * positions if geometry.dw_skips else 0):
         total += values[k] * 0.0
     return total != 0.0
 
@@ -451,26 +455,26 @@ def conv_grad_task(
     x_boxes: np.ndarray,
     turned: np.ndarray,
     memory: np.ndarray,
-    geometry: np.ndarray,
-    taps: np.ndarray,
-    shifts: np.ndarray,
-    parts: np.ndarray,
-    offsets: np.ndarray,
-    ranges: np.ndarray,
-    few: np.ndarray,
+    geometry: Geometry,
+    taps: Integers,
+    shifts: Integers,
+    parts: Integers,
+    offsets: Integers,
+    ranges: Integers,
+    few: Few,
 ) -> bool:
     """Compute dX of some channels and positions, dW of some filters, or dB of some."""
-    if task < geometry[DX_TASKS]:
-        if few[DX_IS_FEW] != 0:
+    if task < geometry.dx_tasks:
+        if few.dx:
             return few_channels_task(task, dy, w, dx, memory, geometry, few, offsets)
         return channels_task(task, dy, w, dx, dy_boxes, geometry, taps, shifts, parts)
-    task -= geometry[DX_TASKS]
-    if task < geometry[DW_TASKS]:
-        if few[DW_IS_FEW] != 0:
+    task -= geometry.dx_tasks
+    if task < geometry.dw_tasks:
+        if few.dw:
             return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
         return weights_task(task, x, dw, x_boxes, turned, geometry, offsets, ranges)
-    task -= geometry[DW_TASKS]
-    filters = geometry[FILTERS] * geometry[GROUPS]
-    for m in range(task * geometry[DB_FILTERS], min((task + 1) * geometry[DB_FILTERS], filters)):
-        db[m] = sum_of_filter(m, dy, geometry[SAMPLES], filters)
+    task -= geometry.dw_tasks
+    filters = geometry.filters * geometry.groups
+    for m in range(task * geometry.db_filters, min((task + 1) * geometry.db_filters, filters)):
+        db[m] = sum_of_filter(m, dy, geometry.samples, filters)
     return False

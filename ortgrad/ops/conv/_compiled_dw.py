@@ -14,32 +14,15 @@ from ortgrad.compiled.functions import (
     release,
     transpose,
 )
+from ortgrad.operators.compiled import Integers
 from ortgrad.ops.conv._geometry import (
-    CHANNELS,
     COLUMNS,
-    DW_ROWS,
-    DW_SKIPS,
-    FILTERS,
-    GROUPS,
-    KERNEL_COLUMNS,
-    OUTPUT,
-    RANGE_BOTTOM,
-    RANGE_FIELDS,
-    RANGE_LEFT,
-    RANGE_RIGHT,
-    RANGE_TOP,
-    SAMPLES,
-    STRIDE,
-    TAPS,
+    RANGE,
     TERMS,
-    X_BOX,
-    X_IN_PLACE,
+    Geometry,
+    Range,
 )
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """The array without its first elements, up to one at the beginning of a cache line."""
-    return array[(TILE - array.ctypes.data // array.itemsize % TILE) % TILE :]
+from ortgrad.ops.conv._memory import aligned
 
 
 def sum_of_filter(m: int, dy: np.ndarray, samples: int, filters: int) -> float:
@@ -60,27 +43,27 @@ def weights_task(
     dw: np.ndarray,
     boxes: np.ndarray,
     turned: np.ndarray,
-    geometry: np.ndarray,
-    offsets: np.ndarray,
-    ranges: np.ndarray,
+    geometry: Geometry,
+    offsets: Integers,
+    ranges: Integers,
 ) -> bool:
     """Compute dW of some filters for some pairs of channel and tap."""
-    channels, filters, taps = geometry[CHANNELS], geometry[FILTERS], geometry[TAPS]
-    samples, pairs, most = geometry[SAMPLES], channels * taps, geometry[DW_ROWS]
+    channels, filters, taps = geometry.channels, geometry.filters, geometry.taps
+    samples, pairs, most = geometry.samples, channels * taps, geometry.dw_rows
     splits, blocks = (pairs + most - 1) // most, (filters + COLUMNS - 1) // COLUMNS
     group, block, first = task // (splits * blocks), task // splits % blocks, task % splits * most
     count, padded = min(most, pairs - first), (filters + TILE - 1) // TILE * TILE
     columns = min(COLUMNS, padded - block * COLUMNS)
-    height, width = geometry[OUTPUT + 1], geometry[OUTPUT + 2]
-    positions = geometry[OUTPUT] * height * width
+    height, width = geometry.output.height, geometry.output.width
+    positions = geometry.output.depth * height * width
     # A row of outputs is added up at once, or the whole plane of a sample, or a part of a long row.
     planes = positions <= 2 * TERMS
     length = positions if planes else width
-    lines, piece = samples if planes else samples * geometry[OUTPUT] * height, min(length, 2 * TERMS)
+    lines, piece = samples if planes else samples * geometry.output.depth * height, min(length, 2 * TERMS)
     together = max(1, TERMS // length)
-    skips = geometry[DW_SKIPS] != 0
+    skips = geometry.dw_skips != 0
     # There is a list of positions for each column of the kernel, if padding is skipped.
-    room = positions * geometry[KERNEL_COLUMNS] if skips else piece
+    room = positions * geometry.kernel_columns if skips else piece
     sums = allocate(count * columns)
     integers = allocate_integers(2 * room + 2 * together + TILE_ROWS)
     if len(sums) == 0 or len(integers) == 0:
@@ -91,15 +74,15 @@ def weights_task(
     shifts = integers[2 * room : 2 * room + together]
     bases = integers[2 * room + together : 2 * room + 2 * together]
     starts = integers[2 * room + 2 * together :]
-    rows, pitch = geometry[X_BOX + 1], geometry[X_BOX + 2]
-    plane = geometry[X_BOX] * rows * pitch
+    rows, pitch = geometry.x_box.height, geometry.x_box.width
+    plane = geometry.x_box.depth * rows * pitch
     if skips:
         _list_positions(columns, pitch, geometry, ranges, steps, places)
     for k in range(0 if skips else piece):
-        z, y = k // width // height * geometry[STRIDE], k // width % height * geometry[STRIDE + 1]
-        steps[k] = (z * rows + y) * pitch + k % width * geometry[STRIDE + 2]
+        z, y = k // width // height * geometry.stride.depth, k // width % height * geometry.stride.height
+        steps[k] = (z * rows + y) * pitch + k % width * geometry.stride.width
         places[k] = k * columns
-    values, right = x if geometry[X_IN_PLACE] != 0 else boxes, aligned(turned)
+    values, right = x if geometry.x_in_place else boxes, aligned(turned)
     base = (group * padded + block * COLUMNS) * samples * positions
     line = 0
     while line < lines:
@@ -111,23 +94,23 @@ def weights_task(
                 sample, z, y = row, 0, 0
                 if not planes:
                     sample, z, y = (
-                        row // height // geometry[OUTPUT],
-                        row // height % geometry[OUTPUT],
+                        row // height // geometry.output.depth,
+                        row // height % geometry.output.depth,
                         row % height,
                     )
-                z, y = z * geometry[STRIDE], y * geometry[STRIDE + 1]
-                channel = (sample * geometry[GROUPS] + group) * channels
-                shifts[i] = channel * plane + (z * rows + y) * pitch + begin * geometry[STRIDE + 2]
+                z, y = z * geometry.stride.depth, y * geometry.stride.height
+                channel = (sample * geometry.groups + group) * channels
+                shifts[i] = channel * plane + (z * rows + y) * pitch + begin * geometry.stride.width
                 bases[i] = base + (row * length + begin) * columns
             end = min(piece, length - begin)
             # A tile has one tap of several channels, for only then its rows have the same padding.
             for c in range(0, count // taps if skips else 0, TILE_ROWS):
                 tile = min(TILE_ROWS, count // taps - c)
                 for tap in range(taps):
-                    own = ranges[tap * RANGE_FIELDS : (tap + 1) * RANGE_FIELDS]
-                    head = tap % geometry[KERNEL_COLUMNS] * positions
-                    seen = own[RANGE_RIGHT] - own[RANGE_LEFT]
-                    least, last = head + own[RANGE_TOP] * seen, head + own[RANGE_BOTTOM] * seen
+                    own: Range = ranges[tap * RANGE : (tap + 1) * RANGE]
+                    head = tap % geometry.kernel_columns * positions
+                    seen = own.right - own.left
+                    least, last = head + own.top * seen, head + own.bottom * seen
                     for i in range(tile):
                         starts[i] = (first // taps + c + i) * plane + offsets[tap]
                     add_products(
@@ -183,17 +166,18 @@ def weights_task(
 def _list_positions(
     columns: int,
     pitch: int,
-    geometry: np.ndarray,
-    ranges: np.ndarray,
+    geometry: Geometry,
+    ranges: Integers,
     steps: np.ndarray,
     places: np.ndarray,
 ) -> None:
     """Write, for each column of the kernel, where positions that see no padding there are in X and dY."""
-    height, width = geometry[OUTPUT + 1], geometry[OUTPUT + 2]
-    for column in range(geometry[KERNEL_COLUMNS]):
-        at, own = column * height * width, ranges[column * RANGE_FIELDS : (column + 1) * RANGE_FIELDS]
+    height, width = geometry.output.height, geometry.output.width
+    for column in range(geometry.kernel_columns):
+        at = column * height * width
+        own: Range = ranges[column * RANGE : (column + 1) * RANGE]
         for y in range(height):
-            for x in range(own[RANGE_LEFT], own[RANGE_RIGHT]):
-                steps[at] = y * geometry[STRIDE + 1] * pitch + x * geometry[STRIDE + 2]
+            for x in range(own.left, own.right):
+                steps[at] = y * geometry.stride.height * pitch + x * geometry.stride.width
                 places[at] = (y * width + x) * columns
                 at += 1

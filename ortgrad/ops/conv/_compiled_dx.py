@@ -13,37 +13,18 @@ from ortgrad.compiled.functions import (
     clear,
     copy_elements,
     copy_vector,
-    prefetch,
     release,
 )
-from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.operators.compiled import Integers
 from ortgrad.ops.conv._geometry import (
-    CHANNELS,
     COLUMNS,
-    DX_BLOCKS,
-    DX_CHANNELS,
-    DX_MEMBERS,
-    DY_BOX,
-    DY_HEAD,
-    DY_IN_PLACE,
-    FILTERS,
-    GROUPS,
-    HEAD,
-    PANELS,
-    PART_COUNT,
-    PART_FIELDS,
-    PART_FIRST,
-    PART_PLACE,
-    PART_TAP,
-    PART_TAPS,
-    PART_TASK,
-    PART_UNITS,
-    SAMPLES,
-    SIZE,
-    STRIDE,
-    TAPS,
+    PART,
     TERMS,
+    Geometry,
+    Part,
+    volume,
 )
+from ortgrad.ops.conv._memory import aligned, fetch_rows
 
 
 def channels_task(
@@ -52,27 +33,27 @@ def channels_task(
     w: np.ndarray,
     dx: np.ndarray,
     boxes: np.ndarray,
-    geometry: np.ndarray,
-    taps: np.ndarray,
-    offsets: np.ndarray,
-    parts: np.ndarray,
+    geometry: Geometry,
+    taps: Integers,
+    offsets: Integers,
+    parts: Integers,
 ) -> bool:
     """Compute dX of some channels at some positions; of all the parts that share rows of dX."""
-    members = geometry[DX_MEMBERS]
-    at, step = 0, members * PART_FIELDS
-    while at + step < len(parts) and task >= parts[at + step + PART_TASK]:
+    members = geometry.dx_members
+    at, step = 0, members * PART
+    while at + step < len(parts) and task >= parts[at + step]:  # its first task
         at += step
-    own = parts[at : at + step]
-    channels, most = geometry[CHANNELS], geometry[DX_CHANNELS]
+    own: Part = parts[at : at + PART]
+    channels, most = geometry.channels, geometry.dx_channels
     splits = (channels + most - 1) // most
-    task -= own[PART_TASK]
+    task -= own.task
     unit, group, first = (
-        task // (geometry[GROUPS] * splits),
-        task // splits % geometry[GROUPS],
+        task // (geometry.groups * splits),
+        task // splits % geometry.groups,
         task % splits * most,
     )
-    count, room = min(most, channels - first), geometry[DX_BLOCKS] * COLUMNS
-    line, start = unit // own[PART_UNITS], unit % own[PART_UNITS] * room
+    count, room = min(most, channels - first), geometry.dx_blocks * COLUMNS
+    line, start = unit // own.units, unit % own.units * room
     sums, integers = allocate(members * count * room + COLUMNS), allocate_integers(4 * room)
     if len(sums) == 0 or len(integers) == 0:
         release(sums)
@@ -85,7 +66,7 @@ def channels_task(
     for member in range(members):
         failed = failed or _add_up(
             sums[member * count * room :],
-            dy if geometry[DY_IN_PLACE] != 0 else boxes,
+            dy if geometry.dy_in_place else boxes,
             w,
             line,
             start,
@@ -93,42 +74,41 @@ def channels_task(
             group,
             first,
             count,
-            own[member * PART_FIELDS : (member + 1) * PART_FIELDS],
+            parts[at + member * PART : at + (member + 1) * PART],
             geometry,
             taps,
             offsets,
             columns[:runs],
             sources,
         )
-    area = geometry[SIZE] * geometry[SIZE + 1] * geometry[SIZE + 2]
-    pitch = geometry[DY_BOX + 2]
+    area = volume(geometry.size)
+    pitch = geometry.dy_box.width
     for c in range(count):
         for run in range(runs):
             n, place, column = lengths[run], targets[run] + (first + c) * area, c * room + columns[run]
-            if geometry[STRIDE + 2] == 1:
+            if geometry.stride.width == 1:
                 copy_elements(dx, place, sums, column, n)
-            elif members == 2 and geometry[STRIDE + 2] == 2:
-                pairs = min(n, own[PART_FIELDS + PART_COUNT + 2] - (start + columns[run]) % pitch)
+            elif members == 2 and geometry.stride.width == 2:
+                second: Part = parts[at + PART : at + step]
+                pairs = min(n, second.counts.width - (start + columns[run]) % pitch)
                 _write_both(dx[place:], sums[column:], sums[count * room + column :], pairs)
                 if pairs < n:
                     dx[place + 2 * pairs] = sums[column + pairs]
             else:
                 for member in range(members):
-                    part = own[member * PART_FIELDS : (member + 1) * PART_FIELDS]
-                    seen = (
-                        n if members == 1 else min(n, part[PART_COUNT + 2] - (start + columns[run]) % pitch)
-                    )
+                    part: Part = parts[at + member * PART : at + (member + 1) * PART]
+                    seen = n if members == 1 else min(n, part.counts.width - (start + columns[run]) % pitch)
                     to = place + _place_in_row(part, geometry) - _place_in_row(own, geometry)
                     for k in range(seen):
-                        dx[to + k * geometry[STRIDE + 2]] = sums[member * count * room + column + k]
+                        dx[to + k * geometry.stride.width] = sums[member * count * room + column + k]
     release(sums)
     release(integers)
     return failed
 
 
-def _place_in_row(part: np.ndarray, geometry: np.ndarray) -> int:
+def _place_in_row(part: Part, geometry: Geometry) -> int:
     """The place of the first element of a part in a row of dX."""
-    return part[PART_FIRST + 2] * geometry[STRIDE + 2] + part[PART_PLACE + 2] - geometry[HEAD + 2]
+    return part.first.width * geometry.stride.width + part.place.width - geometry.head.width
 
 
 def _write_both(into: np.ndarray, even: np.ndarray, odd: np.ndarray, count: int) -> None:
@@ -148,16 +128,16 @@ def _add_up(
     group: int,
     first: int,
     count: int,
-    part: np.ndarray,
-    geometry: np.ndarray,
-    taps: np.ndarray,
-    offsets: np.ndarray,
+    part: Part,
+    geometry: Geometry,
+    taps: Integers,
+    offsets: Integers,
     columns: np.ndarray,
     sources: np.ndarray,
 ) -> bool:
     """Compute the sums of a part for some channels; return whether there is no memory."""
-    channels, filters = geometry[CHANNELS], geometry[FILTERS]
-    panels, own, room = geometry[PANELS] != 0, part[PART_TAPS], geometry[DX_BLOCKS] * COLUMNS
+    channels, filters = geometry.channels, geometry.filters
+    panels, own, room = geometry.panels, part.taps, geometry.dx_blocks * COLUMNS
     if own == 0:
         clear(sums, 0, count * room)
         return False
@@ -167,19 +147,19 @@ def _add_up(
     # What is copied into a panel too much may lie behind it.
     size = terms * COLUMNS + TILE
     integers = allocate_integers(2 * terms + TILE_ROWS + 2)
-    panel = allocate((geometry[DX_BLOCKS] * size if panels else 0) + TILE)
+    panel = allocate((geometry.dx_blocks * size if panels else 0) + TILE)
     if len(integers) == 0 or len(panel) == 0:
         release(integers)
         release(panel)
         return True
     steps, places, starts = integers[:terms], integers[terms : 2 * terms], integers[2 * terms :]
     shifts, bases = starts[TILE_ROWS : TILE_ROWS + 1], starts[TILE_ROWS + 1 : TILE_ROWS + 2]
-    plane = geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
+    plane = volume(geometry.dy_box)
     base = _source(line, start, group, plane, part, geometry)
     for i in range(together):
         for k in range(own):
-            tap, term = part[PART_TAP] + k, i * own + k
-            steps[term] = i * channels * geometry[TAPS] + taps[tap]
+            tap, term = part.tap + k, i * own + k
+            steps[term] = i * channels * geometry.taps + taps[tap]
             places[term] = term * COLUMNS if panels else i * plane - offsets[tap]
     right = aligned(panel) if panels else source
     blocks = (length + COLUMNS - 1) // COLUMNS
@@ -187,21 +167,21 @@ def _add_up(
     while m < filters:
         used = min(together, filters - m)
         if panels:
-            own_offsets = offsets[part[PART_TAP] : part[PART_TAP] + own]
+            own_offsets = offsets[part.tap : part.tap + own]
             _pack(right, source, columns, sources, m * plane, plane, used, own_offsets, size)
         for c in range(0, count, TILE_ROWS):
             rows = min(TILE_ROWS, count - c)
             for i in range(rows):
-                starts[i] = (first + c + i) * geometry[TAPS]
-            shifts[0] = (group * filters + m) * channels * geometry[TAPS]
+                starts[i] = (first + c + i) * geometry.taps
+            shifts[0] = (group * filters + m) * channels * geometry.taps
             if c + rows < count:
-                begin = shifts[0] + starts[0] + rows * geometry[TAPS]
-                _fetch(w, begin, used, channels * geometry[TAPS], TILE_ROWS * geometry[TAPS])
+                begin = shifts[0] + starts[0] + rows * geometry.taps
+                fetch_rows(w, begin, used, channels * geometry.taps, TILE_ROWS * geometry.taps)
             if c == 0 and not panels:
                 # What comes next: dY of other filters, or of the first ones for the next task.
                 last = m + together >= filters
                 begin = base + (length if last else (m + together) * plane)
-                _fetch(
+                fetch_rows(
                     source, begin, min(together, filters if last else filters - m - together), plane, length
                 )
             for block in range(blocks):
@@ -227,29 +207,22 @@ def _add_up(
     return False
 
 
-def _fetch(array: np.ndarray, begin: int, rows: int, stride: int, length: int) -> None:
-    """Fetch rows into the cache: they are so far from each other that the processor does not foresee them."""
-    for i in range(rows):
-        for k in range(0, length, TILE):
-            prefetch(array, begin + i * stride + k)
-
-
-def _source(line: int, start: int, group: int, plane: int, part: np.ndarray, geometry: np.ndarray) -> int:
+def _source(line: int, start: int, group: int, plane: int, part: Part, geometry: Geometry) -> int:
     """The place in the boxes of dY of a position in a line, for the first filter of a group."""
-    samples = part[PART_COUNT]
-    channel = (line // samples * geometry[GROUPS] + group) * geometry[FILTERS]
-    a = part[PART_FIRST] + line % samples + geometry[DY_HEAD]
-    b = part[PART_FIRST + 1] + geometry[DY_HEAD + 1]
-    row = (a * geometry[DY_BOX + 1] + b) * geometry[DY_BOX + 2]
-    return channel * plane + row + part[PART_FIRST + 2] + geometry[DY_HEAD + 2] + start
+    samples = part.counts.depth
+    channel = (line // samples * geometry.groups + group) * geometry.filters
+    a = part.first.depth + line % samples + geometry.dy_head.depth
+    b = part.first.height + geometry.dy_head.height
+    row = (a * geometry.dy_box.height + b) * geometry.dy_box.width
+    return channel * plane + row + part.first.width + geometry.dy_head.width + start
 
 
 def _runs(
     line: int,
     start: int,
     group: int,
-    part: np.ndarray,
-    geometry: np.ndarray,
+    part: Part,
+    geometry: Geometry,
     columns: np.ndarray,
     lengths: np.ndarray,
     sources: np.ndarray,
@@ -257,11 +230,11 @@ def _runs(
 ) -> tuple[int, int]:
     """Write the runs of consecutive positions of a task: the column where each begins, its length, and its
     place in dY and in dX. Return the number of runs and of columns."""
-    depth, height, width = part[PART_COUNT], part[PART_COUNT + 1], part[PART_COUNT + 2]
-    panels, plane = geometry[PANELS] != 0, geometry[DY_BOX] * geometry[DY_BOX + 1] * geometry[DY_BOX + 2]
-    pitch = width if panels else geometry[DY_BOX + 2]
-    end = geometry[SAMPLES] * depth * height * width if panels else (height - 1) * pitch + width
-    end = min(end, start + geometry[DX_BLOCKS] * COLUMNS)
+    depth, height, width = part.counts.depth, part.counts.height, part.counts.width
+    panels, plane = geometry.panels, volume(geometry.dy_box)
+    pitch = width if panels else geometry.dy_box.width
+    end = geometry.samples * depth * height * width if panels else (height - 1) * pitch + width
+    end = min(end, start + geometry.dx_blocks * COLUMNS)
     runs, at = 0, start
     while at < end:
         k = at % pitch
@@ -275,13 +248,14 @@ def _runs(
         if panels:
             n = min(n, TILE, COLUMNS - (at - start) % COLUMNS)
         columns[runs], lengths[runs] = at - start, n
-        shift = y * geometry[DY_BOX + 2] + k
+        shift = y * geometry.dy_box.width + k
         sources[runs] = _source(sample * depth + z, shift, group, plane, part, geometry)
-        a = (part[PART_FIRST] + z) * geometry[STRIDE] + part[PART_PLACE] - geometry[HEAD]
-        b = (part[PART_FIRST + 1] + y) * geometry[STRIDE + 1] + part[PART_PLACE + 1] - geometry[HEAD + 1]
-        c = (part[PART_FIRST + 2] + k) * geometry[STRIDE + 2] + part[PART_PLACE + 2] - geometry[HEAD + 2]
-        channel = (sample * geometry[GROUPS] + group) * geometry[CHANNELS]
-        targets[runs] = ((channel * geometry[SIZE] + a) * geometry[SIZE + 1] + b) * geometry[SIZE + 2] + c
+        a = (part.first.depth + z) * geometry.stride.depth + part.place.depth - geometry.head.depth
+        b = (part.first.height + y) * geometry.stride.height + part.place.height - geometry.head.height
+        c = (part.first.width + k) * geometry.stride.width + part.place.width - geometry.head.width
+        channel = (sample * geometry.groups + group) * geometry.channels
+        row = (channel * geometry.size.depth + a) * geometry.size.height + b
+        targets[runs] = row * geometry.size.width + c
         runs += 1
         at += n
     return runs, end - start
@@ -295,7 +269,7 @@ def _pack(
     shift: int,
     plane: int,
     filters: int,
-    offsets: np.ndarray,
+    offsets: Integers,
     size: int,
 ) -> None:
     """Copy the columns of some filters together, for all taps: what is copied too much is overwritten."""

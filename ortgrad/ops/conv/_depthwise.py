@@ -34,69 +34,22 @@ from ortgrad.compiled.functions import (
     spread,
     transpose,
 )
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Integers, Plan
 from ortgrad.ops._windows import windows
-from ortgrad.ops.conv._compiled_dw import aligned
 from ortgrad.ops.conv._depthwise_plan import (
-    BLOCKS,
-    CHANNELS,
-    DX_COUNT,
-    DX_FIRST,
-    DX_STEP,
-    DY_BOX,
-    DY_LINE,
-    DY_PLACE,
-    DY_WIDTH,
-    FILTERS,
-    LAST_PRODUCT,
-    LAST_ROW,
-    OUTPUTS,
-    OWN_LENGTH,
-    OWN_PLACE,
-    OWN_ROWS,
-    PIECES,
-    PLANES,
     PRODUCT,
-    PRODUCT_DY,
-    PRODUCT_FIELDS,
-    PRODUCT_LAST_TAP,
-    PRODUCT_LENGTH,
-    PRODUCT_ROWS,
-    PRODUCT_TAP,
-    PRODUCT_X,
     ROW,
-    ROW_FIELDS,
-    ROW_LAST_TAP,
-    ROW_LENGTH,
-    ROW_PLACE,
-    ROW_SOURCE,
-    ROW_TAP,
-    SAMPLES,
-    SIZE,
-    SKIPS,
-    STRIP_FIELDS,
-    STRIPS,
-    SUM_BOX,
-    TAPS,
-    UNITS,
-    WANTED,
-    X_BOX,
-    X_COUNT,
-    X_FIRST,
-    X_LINE,
-    X_PITCH,
-    X_PLACE,
-    X_SHIFT,
-    X_STEP,
-    X_WIDTH,
-    Y_COUNT,
-    Y_FIRST,
-    Y_SHIFT,
+    STRIP,
     Division,
+    Geometry,
     Planes,
+    Product,
+    Row,
+    Strip,
     Tables,
     in_two_dimensions,
 )
+from ortgrad.ops.conv._memory import aligned
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
@@ -119,17 +72,19 @@ def _division(x: Sizes, w: Sizes, y: Sizes, attributes: dict[str, Any]) -> Divis
     return Division(in_two_dimensions(win))
 
 
-def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> int:
-    """Complete the tables, if a plane has so much work, and return the number of tasks."""
+def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> tuple[Tables, int]:
+    """Complete the tables, if a plane has so much work, and return them with the number of tasks."""
     geometry = tables.geometry
-    geometry[SAMPLES], geometry[CHANNELS], geometry[FILTERS] = *x[:2], w[0] // x[1]
-    geometry[BLOCKS] = -(-x[1] // TILE)
-    if geometry[PIECES] > 0:
+    samples, blocks = x[0], -(-x[1] // TILE)
+    if geometry.pieces > 0:
         # Blocks of pieces belong to no sample.
-        geometry[SAMPLES], geometry[BLOCKS] = 1, -(-geometry[PLANES] * geometry[PIECES] // TILE)
-        work //= geometry[PIECES]
-    geometry[UNITS] = max(1, _WORK // max(1, work * TILE)) if geometry[STRIPS] == 1 else 1
-    return -(-geometry[SAMPLES] * geometry[BLOCKS] // geometry[UNITS]) * geometry[STRIPS]
+        samples, blocks = 1, -(-geometry.planes * geometry.pieces // TILE)
+        work //= geometry.pieces
+    units = max(1, _WORK // max(1, work * TILE)) if geometry.strips == 1 else 1
+    geometry = geometry._replace(
+        samples=samples, channels=x[1], filters=w[0] // x[1], blocks=blocks, units=units
+    )
+    return tables._replace(geometry=geometry), -(-samples * blocks // units) * geometry.strips
 
 
 def plan_grad(
@@ -140,20 +95,20 @@ def plan_grad(
     if division is None:
         return None
     tables = division.backward(dx is not None, dw is not None, Planes(*x[:2]))
-    geometry = tables.geometry
-    taps, filters = geometry[TAPS], w[0] // x[1]
-    work = filters * geometry[OUTPUTS] * (taps + 4) // 4 + geometry[SIZE] + 32
-    tasks = _divide(tables, x, w, work)
-    geometry[WANTED] = (dx is not None) + 2 * (dw is not None) + 4 * (db is not None)
-    sums = geometry[BLOCKS] * filters if geometry[WANTED] > 1 else 0
-    adding = w[0] if geometry[PIECES] > 0 and sums else sums
+    taps, filters = tables.geometry.taps, w[0] // x[1]
+    work = filters * tables.geometry.outputs * (taps + 4) // 4 + tables.geometry.size + 32
+    tables, tasks = _divide(tables, x, w, work)
+    wanted = (dx is not None) + 2 * (dw is not None) + 4 * (db is not None)
+    geometry = tables.geometry._replace(wanted=wanted)
+    sums = geometry.blocks * filters if wanted > 1 else 0
+    adding = w[0] if geometry.pieces > 0 and sums else sums
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(tasks, adding),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
-        numbers=tables._asdict(),
+        numbers=tables._replace(geometry=geometry).numbers,
         work=x[0] * x[1] * work,
-        scratch=[(geometry[SAMPLES] * geometry[STRIPS], sums, (taps + 1) * TILE)],
+        scratch=[(geometry.samples * geometry.strips, sums, (taps + 1) * TILE)],
     )
 
 
@@ -163,12 +118,13 @@ def plan(x: Sizes, w: Sizes, b: Sizes | None, y: Sizes, **attributes: Any) -> Pl
     if division is None:
         return None
     tables = division.forward(Planes(*x[:2]))
-    positions, taps = tables.geometry[OUTPUTS], tables.geometry[TAPS]
-    work = w[0] // x[1] * positions * (taps + 8) // 8 + tables.geometry[SIZE] + 32
+    geometry = tables.geometry
+    work = w[0] // x[1] * geometry.outputs * (geometry.taps + 8) // 8 + geometry.size + 32
+    tables, tasks = _divide(tables, x, w, work)
     return Plan(
-        tasks=_divide(tables, x, w, work),
+        tasks=tasks,
         views=[(math.prod(x),), (math.prod(w),), b or (0,), (math.prod(y),)],
-        numbers=tables._asdict(),
+        numbers=tables.numbers,
         work=x[0] * x[1] * work,
     )
 
@@ -179,73 +135,73 @@ def convolve_strip(
     w: np.ndarray,
     b: np.ndarray,
     y: np.ndarray,
-    geometry: np.ndarray,
-    strips: np.ndarray,
-    rows: np.ndarray,
-    x_places: np.ndarray,
-    tap_places: np.ndarray,
-    row_starts: np.ndarray,
+    geometry: Geometry,
+    strips: Integers,
+    rows: Integers,
+    x_places: Integers,
+    tap_places: Integers,
+    row_starts: Integers,
 ) -> bool:
     """Compute a strip of the outputs of up to TILE channels, or of some samples and blocks of channels."""
-    strip = strips[task % geometry[STRIPS] * STRIP_FIELDS :]
-    taps, filters, outputs = geometry[TAPS], geometry[FILTERS], geometry[OUTPUTS]
-    sums = geometry[X_BOX]
-    weights = sums + geometry[SUM_BOX] + TILE * TILE
+    strip: Strip = strips[task % geometry.strips * STRIP :]
+    taps, filters, outputs = geometry.taps, geometry.filters, geometry.outputs
+    sums = geometry.x_box
+    weights = sums + geometry.sum_box + TILE * TILE
     biases = weights + filters * taps * TILE
     squares = biases + filters * TILE
     allocated = allocate(squares + _SQUARES + TILE)
     if len(allocated) == 0:
         return True
     memory, failed = aligned(allocated), False
-    count = strip[X_COUNT]
-    _clear_around(memory, 0, geometry[X_BOX], strip[X_PLACE], count, geometry[X_WIDTH], geometry[X_LINE])
+    count = strip.x_count
+    _clear_around(memory, 0, geometry.x_box, strip.x_place, count, geometry.x_width, geometry.x_line)
     begin, end = _units(task, geometry)
     # The weights of the next block are the same if whole samples of pieces are in a block.
-    repeated = geometry[CHANNELS] * geometry[PIECES] if geometry[PIECES] > 0 else TILE + 1
+    repeated = geometry.channels * geometry.pieces if geometry.pieces > 0 else TILE + 1
     for unit in range(begin, end):
-        channel, sample = unit // geometry[SAMPLES] * TILE, unit % geometry[SAMPLES]
-        lanes = min(TILE, geometry[CHANNELS] - channel)
+        channel, sample = unit // geometry.samples * TILE, unit % geometry.samples
+        lanes = min(TILE, geometry.channels - channel)
         if unit == begin or (sample == 0 and TILE % repeated != 0):
             _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
             failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
             clear(memory, biases, filters * TILE)
-            if geometry[PIECES] > 0 and len(b) > 0:
+            if geometry.pieces > 0 and len(b) > 0:
                 _spread_biases(memory, biases, b, channel, geometry)
-            for k in range(lanes * filters if len(b) > 0 and geometry[PIECES] == 0 else 0):
+            for k in range(lanes * filters if len(b) > 0 and geometry.pieces == 0 else 0):
                 memory[biases + k % filters * TILE + k // filters] = b[channel * filters + k]
-        plane = sample * geometry[CHANNELS] + channel
+        plane = sample * geometry.channels + channel
         _load(
             memory,
-            strip[X_PLACE],
+            strip.x_place,
             x_places,
             x,
             plane,
-            geometry[SIZE],
+            geometry.size,
             1,
             0,
-            strip[X_FIRST],
-            geometry[X_SHIFT],
+            strip.x_first,
+            geometry.x_shift,
             count,
             lanes,
             squares,
             geometry,
         )
         for i in range(filters):
-            for number in range(strip[ROW], strip[LAST_ROW]):
-                row = rows[number * ROW_FIELDS :]
+            for number in range(strip.row, strip.last_row):
+                row: Row = rows[number * ROW :]
                 convolve(
                     memory,
-                    sums + row[ROW_PLACE],
+                    sums + row.place,
                     TILE,
                     biases + i * TILE,
                     0,
-                    row[ROW_SOURCE],
-                    geometry[X_STEP],
+                    row.source,
+                    geometry.x_step,
                     weights + i * taps * TILE,
                     row_starts,
-                    row[ROW_TAP],
-                    row[ROW_LAST_TAP],
-                    row[ROW_LENGTH],
+                    row.tap,
+                    row.last_tap,
+                    row.length,
                 )
             _store(
                 y,
@@ -253,11 +209,11 @@ def convolve_strip(
                 outputs,
                 filters,
                 i,
-                strip[Y_FIRST],
-                geometry[Y_SHIFT],
+                strip.y_first,
+                geometry.y_shift,
                 memory,
                 sums,
-                strip[Y_COUNT],
+                strip.y_count,
                 lanes,
                 squares,
                 geometry,
@@ -272,28 +228,26 @@ def differentiate_strip(
     x: np.ndarray,
     w: np.ndarray,
     dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
     partial: np.ndarray,
-    geometry: np.ndarray,
-    strips: np.ndarray,
-    rows: np.ndarray,
-    products: np.ndarray,
-    x_places: np.ndarray,
-    dy_places: np.ndarray,
-    tap_places: np.ndarray,
-    starts: np.ndarray,
-    row_starts: np.ndarray,
+    geometry: Geometry,
+    strips: Integers,
+    rows: Integers,
+    products: Integers,
+    x_places: Integers,
+    dy_places: Integers,
+    tap_places: Integers,
+    starts: Integers,
+    row_starts: Integers,
 ) -> bool:
     """Compute a strip of dX of up to TILE channels, and what the same rows of dY add to dW and dB.
 
     Where strips are whole planes, a task has some samples and blocks of channels.
     """
-    strip = strips[task % geometry[STRIPS] * STRIP_FIELDS :]
-    taps, filters, wanted = geometry[TAPS], geometry[FILTERS], geometry[WANTED]
-    embedded = geometry[X_BOX]
-    sums = embedded + geometry[DY_BOX]
-    weights = sums + geometry[SUM_BOX] + TILE * TILE
+    strip: Strip = strips[task % geometry.strips * STRIP :]
+    taps, filters, wanted = geometry.taps, geometry.filters, geometry.wanted
+    embedded = geometry.x_box
+    sums = embedded + geometry.dy_box
+    weights = sums + geometry.sum_box + TILE * TILE
     totals = weights + filters * taps * TILE
     zeros = totals + (taps + 1) * TILE
     squares = zeros + TILE
@@ -302,34 +256,34 @@ def differentiate_strip(
         return True
     memory, failed = aligned(allocated), False
     clear(memory, zeros, TILE)
-    x_count, dy_count, dy_place = strip[X_COUNT], strip[Y_COUNT], geometry[DY_PLACE]
-    _clear_around(memory, 0, embedded, strip[X_PLACE], x_count, geometry[X_WIDTH], geometry[X_LINE])
-    width, pitch = geometry[DY_WIDTH], geometry[DY_LINE]
-    _clear_around(memory, embedded, geometry[DY_BOX], dy_place, dy_count, width, pitch)
+    x_count, dy_count, dy_place = strip.x_count, strip.y_count, geometry.dy_place
+    _clear_around(memory, 0, embedded, strip.x_place, x_count, geometry.x_width, geometry.x_line)
+    width, pitch = geometry.dy_width, geometry.dy_line
+    _clear_around(memory, embedded, geometry.dy_box, dy_place, dy_count, width, pitch)
     dy_place += embedded
     begin, end = _units(task, geometry)
     # The weights of the next block are the same if whole samples of pieces are in a block.
-    repeated = geometry[CHANNELS] * geometry[PIECES] if geometry[PIECES] > 0 else TILE + 1
+    repeated = geometry.channels * geometry.pieces if geometry.pieces > 0 else TILE + 1
     for unit in range(begin, end):
-        block, sample = unit // geometry[SAMPLES], unit % geometry[SAMPLES]
+        block, sample = unit // geometry.samples, unit % geometry.samples
         channel = block * TILE
-        lanes = min(TILE, geometry[CHANNELS] - channel)
-        plane = sample * geometry[CHANNELS] + channel
+        lanes = min(TILE, geometry.channels - channel)
+        plane = sample * geometry.channels + channel
         if wanted & 1 and (unit == begin or (sample == 0 and TILE % repeated != 0)):
             _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
             failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
         if wanted & 2:
             _load(
                 memory,
-                strip[X_PLACE],
+                strip.x_place,
                 x_places,
                 x,
                 plane,
-                geometry[SIZE],
+                geometry.size,
                 1,
                 0,
-                strip[X_FIRST],
-                geometry[X_SHIFT],
+                strip.x_first,
+                geometry.x_shift,
                 x_count,
                 lanes,
                 squares,
@@ -342,73 +296,73 @@ def differentiate_strip(
                 dy_places,
                 dy,
                 plane,
-                geometry[OUTPUTS],
+                geometry.outputs,
                 filters,
                 i,
-                strip[Y_FIRST],
-                geometry[Y_SHIFT],
+                strip.y_first,
+                geometry.y_shift,
                 dy_count,
                 lanes,
                 squares,
                 geometry,
             )
-            for number in range(strip[ROW], strip[LAST_ROW]):
-                row = rows[number * ROW_FIELDS :]
-                place = sums + row[ROW_PLACE]
+            for number in range(strip.row, strip.last_row):
+                row: Row = rows[number * ROW :]
+                place = sums + row.place
                 convolve(
                     memory,
                     place,
-                    geometry[DX_STEP],
+                    geometry.dx_step,
                     place if i > 0 else zeros,
-                    geometry[DX_STEP] if i > 0 else 0,
-                    embedded + row[ROW_SOURCE],
+                    geometry.dx_step if i > 0 else 0,
+                    embedded + row.source,
                     TILE,
                     weights + i * taps * TILE,
                     row_starts,
-                    row[ROW_TAP],
-                    row[ROW_LAST_TAP],
-                    row[ROW_LENGTH],
+                    row.tap,
+                    row.last_tap,
+                    row.length,
                 )
             if wanted == 1:
                 continue
             clear(memory, totals, taps * TILE)
-            for number in range(strip[PRODUCT], strip[LAST_PRODUCT]):
-                product = products[number * PRODUCT_FIELDS :]
+            for number in range(strip.product, strip.last_product):
+                product: Product = products[number * PRODUCT :]
                 correlate(
                     memory,
-                    totals + product[PRODUCT_TAP] * TILE,
-                    embedded + product[PRODUCT_DY],
+                    totals + product.tap * TILE,
+                    embedded + product.dy,
                     pitch * TILE,
-                    product[PRODUCT_X],
-                    geometry[X_PITCH],
-                    geometry[X_STEP],
+                    product.x,
+                    geometry.x_pitch,
+                    geometry.x_step,
                     starts,
-                    product[PRODUCT_TAP],
-                    product[PRODUCT_LAST_TAP],
-                    product[PRODUCT_ROWS],
-                    product[PRODUCT_LENGTH],
+                    product.tap,
+                    product.last_tap,
+                    product.rows,
+                    product.length,
                 )
             checked = taps
-            if wanted & 4 or geometry[SKIPS] != 0:
-                place, last = embedded + strip[OWN_PLACE], totals + taps * TILE
-                add_up(memory, last, place, pitch * TILE, strip[OWN_ROWS], strip[OWN_LENGTH])
+            if wanted & 4 or geometry.skips:
+                place, last = embedded + strip.own_place, totals + taps * TILE
+                add_up(memory, last, place, pitch * TILE, strip.own_rows, strip.own_length)
                 # If dY is not finite, neither is its sum.
-                checked += geometry[SKIPS]
+                checked += geometry.skips
             failed = failed or _is_not_finite(memory, totals, checked * TILE)
-            into = partial[sample * geometry[STRIPS] + task % geometry[STRIPS], block * filters + i]
+            into = partial[sample * geometry.strips + task % geometry.strips, block * filters + i]
             copy_elements(into, 0, memory, totals, (taps + 1) * TILE)
         if wanted & 1:
             _store(
                 dx,
                 plane,
-                geometry[SIZE],
+                geometry.size,
                 1,
                 0,
-                strip[DX_FIRST],
-                geometry[X_SHIFT],
+                strip.dx_first,
+                geometry.x_shift,
                 memory,
                 sums,
-                strip[DX_COUNT],
+                strip.dx_count,
                 lanes,
                 squares,
                 geometry,
@@ -417,32 +371,14 @@ def differentiate_strip(
     return failed
 
 
-def add_strips(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
-    partial: np.ndarray,
-    geometry: np.ndarray,
-    strips: np.ndarray,
-    rows: np.ndarray,
-    products: np.ndarray,
-    x_places: np.ndarray,
-    dy_places: np.ndarray,
-    tap_places: np.ndarray,
-    starts: np.ndarray,
-    row_starts: np.ndarray,
-) -> bool:
+def add_strips(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, geometry: Geometry) -> bool:
     """Add what the strips of all samples contribute to dW and dB of some filters; or the pieces, to one."""
-    if geometry[PIECES] > 0:
+    if geometry.pieces > 0:
         _add_pieces(task, dw, db, partial, geometry)
         return False
-    filters, taps, totals = geometry[FILTERS], geometry[TAPS], doubles()
+    filters, taps, totals = geometry.filters, geometry.taps, doubles()
     channel, size = task // filters * TILE, (taps + 1) * TILE
-    first, lanes = channel * filters + task % filters, min(TILE, geometry[CHANNELS] - channel)
+    first, lanes = channel * filters + task % filters, min(TILE, geometry.channels - channel)
     memory = allocate(size + TILE * TILE + _SQUARES)
     if len(memory) == 0:
         return True
@@ -456,35 +392,35 @@ def add_strips(
                 totals[k] += double(part[k])
         for k in range(len(values)):
             values[k] = totals[k]
-    if geometry[WANTED] & 2:
+    if geometry.wanted & 2:
         _store_planes(dw, first * taps, filters * taps, memory, 0, taps, lanes, size + TILE * TILE)
-    for lane in range(lanes if geometry[WANTED] & 4 else 0):
+    for lane in range(lanes if geometry.wanted & 4 else 0):
         db[first + lane * filters] = memory[taps * TILE + lane]
     release(memory)
     return False
 
 
-def _add_pieces(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, geometry: np.ndarray) -> None:
+def _add_pieces(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, geometry: Geometry) -> None:
     """Add what all pieces contribute to dW and dB of a filter."""
-    taps, filters, pieces = geometry[TAPS], geometry[FILTERS], geometry[PIECES]
+    taps, filters, pieces = geometry.taps, geometry.filters, geometry.pieces
     channel, i = task // filters, task % filters
     for t in range(taps + 1):
         total = double(0.0)
-        for sample in range(geometry[PLANES] // geometry[CHANNELS]):
-            plane = sample * geometry[CHANNELS] + channel
+        for sample in range(geometry.planes // geometry.channels):
+            plane = sample * geometry.channels + channel
             for number in range(plane * pieces, (plane + 1) * pieces):
                 part = partial[0, number // TILE * filters + i, t * TILE + number % TILE]
                 total += double(part)
-        if t < taps and geometry[WANTED] & 2:
+        if t < taps and geometry.wanted & 2:
             dw[task * taps + t] = total
-        if t == taps and geometry[WANTED] & 4:
+        if t == taps and geometry.wanted & 4:
             db[task] = total
 
 
 def _load(
     memory: np.ndarray,
     base: int,
-    places: np.ndarray,
+    places: Integers,
     source: np.ndarray,
     plane: int,
     size: int,
@@ -495,20 +431,20 @@ def _load(
     count: int,
     lanes: int,
     squares: int,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Transpose consecutive elements of planes of a size, or of pieces of them.
 
     There are several planes for each one of X, the i-th of which is meant. If there are pieces, `plane` is
     the number of the first piece.
     """
-    if geometry[PIECES] == 0:
+    if geometry.pieces == 0:
         start, stride = (plane * filters + i) * size + first, filters * size
         _load_planes(memory, base, places, source, start, stride, count, lanes, squares)
         return
-    pieces, begins = geometry[PIECES], plane // geometry[PIECES]
+    pieces, begins = geometry.pieces, plane // geometry.pieces
     place = first + plane % pieces * shift
-    behind, used = first + pieces * shift, min(TILE, geometry[PLANES] * pieces - plane)
+    behind, used = first + pieces * shift, min(TILE, geometry.planes * pieces - plane)
     for lane in range(used, TILE):
         clear(memory, squares + lane * TILE, TILE)
     for k in range(0, count, TILE):
@@ -543,16 +479,16 @@ def _store(
     count: int,
     lanes: int,
     squares: int,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Transpose consecutive vectors back, into planes or pieces of them."""
-    if geometry[PIECES] == 0:
+    if geometry.pieces == 0:
         start, stride = (plane * filters + i) * size + first, filters * size
         _store_planes(into, start, stride, memory, sums, count, lanes, squares)
         return
-    pieces, begins = geometry[PIECES], plane // geometry[PIECES]
+    pieces, begins = geometry.pieces, plane // geometry.pieces
     place = first + plane % pieces * shift
-    behind, used = first + pieces * shift, min(TILE, geometry[PLANES] * pieces - plane)
+    behind, used = first + pieces * shift, min(TILE, geometry.planes * pieces - plane)
     for k in range(0, count, TILE):
         begin = min(k, count - TILE)
         transpose(memory, squares, TILE, memory, sums + begin * TILE, TILE)
@@ -570,39 +506,39 @@ def _store(
                 start, low = first + begin, low + filters * size
 
 
-def _spread_biases(memory: np.ndarray, biases: int, b: np.ndarray, first: int, geometry: np.ndarray) -> None:
+def _spread_biases(memory: np.ndarray, biases: int, b: np.ndarray, first: int, geometry: Geometry) -> None:
     """Write the biases of pieces."""
-    filters = geometry[FILTERS]
+    filters = geometry.filters
     for lane in range(TILE):
-        channel = (first + lane) // geometry[PIECES] % geometry[CHANNELS]
+        channel = (first + lane) // geometry.pieces % geometry.channels
         for i in range(filters):
             memory[biases + i * TILE + lane] = b[channel * filters + i]
 
 
-def _units(task: int, geometry: np.ndarray) -> tuple[int, int]:
+def _units(task: int, geometry: Geometry) -> tuple[int, int]:
     """Return the first and last unit of a task: a sample and a block of channels."""
-    first = task // geometry[STRIPS] * geometry[UNITS]
-    return first, min(first + geometry[UNITS], geometry[SAMPLES] * geometry[BLOCKS])
+    first = task // geometry.strips * geometry.units
+    return first, min(first + geometry.units, geometry.samples * geometry.blocks)
 
 
 def _load_weights(
     memory: np.ndarray,
     place: int,
-    tap_places: np.ndarray,
+    tap_places: Integers,
     w: np.ndarray,
     channel: int,
     lanes: int,
     squares: int,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Transpose the weights of all filters of some channels."""
-    taps, filters = geometry[TAPS], geometry[FILTERS]
-    for lane in range(TILE if geometry[PIECES] > 0 else 0):
-        of = (channel + lane) // geometry[PIECES] % geometry[CHANNELS] * filters * taps
+    taps, filters = geometry.taps, geometry.filters
+    for lane in range(TILE if geometry.pieces > 0 else 0):
+        of = (channel + lane) // geometry.pieces % geometry.channels * filters * taps
         for i in range(filters):
             for t in range(taps):
                 memory[place + i * taps * TILE + tap_places[t] + lane] = w[of + i * taps + t]
-    for i in range(filters if geometry[PIECES] == 0 else 0):
+    for i in range(filters if geometry.pieces == 0 else 0):
         start, into = (channel * filters + i) * taps, place + i * taps * TILE
         _load_planes(memory, into, tap_places, w, start, filters * taps, taps, lanes, squares)
 
@@ -628,7 +564,7 @@ def _clear_around(
 def _load_planes(
     memory: np.ndarray,
     base: int,
-    places: np.ndarray,
+    places: Integers,
     source: np.ndarray,
     start: int,
     stride: int,

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
+from ortgrad.operators.records import numbers_of, size_of
 from ortgrad.ops._windows import Windows
 
 # Vectors in the boxes of a strip, which stay in the second cache.
@@ -34,29 +35,77 @@ _SLOWER = 1.4
 # Products that are added up before they are added to the sums: as many as keep the rounding errors small.
 _TERMS = 256
 
-# Places in `geometry`.
-SAMPLES, CHANNELS, FILTERS, BLOCKS = range(4)  # filters of a channel, blocks of TILE channels
-STRIPS, UNITS = 4, 5  # strips of a plane; units of a task, which are pairs of a sample and a block
-TAPS, SIZE, OUTPUTS = 6, 7, 8  # of a window, a plane of X and one of Y
-X_BOX, DY_BOX, SUM_BOX = 9, 10, 11  # sizes
-X_WIDTH, X_LINE, DY_WIDTH, DY_LINE = range(12, 16)  # elements of a row, and vectors of one of the box
-DY_PLACE = 16  # where dY begins in its box
-X_STEP, X_PITCH, DX_STEP = 17, 18, 19  # from a position, or row, of Y to the next in X; likewise of dY in dX
-WANTED = 20
-SKIPS = 21  # whether products of dY with padding are left out
-PIECES = 22  # of a plane; 0 where lanes are channels
-PLANES = 23  # all channels of all samples, if there are pieces
-X_SHIFT, Y_SHIFT = 24, 25  # from a piece to the next, in elements of X and of Y
-_FIELDS = 26
 
-# Numbers of a strip: the elements of X, of dY or Y, and of dX; where X begins in its box, and where the rows
-# of dY do that belong to the strip, their number and length; the first and last row of sums, and product.
-X_FIRST, X_COUNT, Y_FIRST, Y_COUNT, DX_FIRST, DX_COUNT = range(6)
-X_PLACE, OWN_PLACE, OWN_ROWS, OWN_LENGTH, ROW, LAST_ROW, PRODUCT, LAST_PRODUCT, STRIP_FIELDS = range(6, 15)
-# Numbers of a row of sums: its place, that of what it depends on, its length, its first and last tap.
-ROW_PLACE, ROW_SOURCE, ROW_LENGTH, ROW_TAP, ROW_LAST_TAP, ROW_FIELDS = range(6)
-# Numbers of some products of dW: the first and last tap, the places in dY and X, the rows and their length.
-PRODUCT_TAP, PRODUCT_LAST_TAP, PRODUCT_DY, PRODUCT_X, PRODUCT_ROWS, PRODUCT_LENGTH, PRODUCT_FIELDS = range(7)
+class Geometry(NamedTuple):
+    """The numbers that all tasks read."""
+
+    samples: int = 0
+    channels: int = 0
+    filters: int = 0  # of a channel
+    blocks: int = 0  # of TILE channels
+    strips: int = 0  # of a plane
+    units: int = 0  # pairs of a sample and a block, of a task
+    taps: int = 0
+    size: int = 0  # of a plane of X
+    outputs: int = 0  # of a plane of Y
+    x_box: int = 0  # sizes of the boxes
+    dy_box: int = 0
+    sum_box: int = 0
+    x_width: int = 0  # elements of a row, and vectors of a row of the box
+    x_line: int = 0
+    dy_width: int = 0
+    dy_line: int = 0
+    dy_place: int = 0  # where dY begins in its box
+    x_step: int = 0  # from a position of Y to the next in X
+    x_pitch: int = 0  # from a row of Y to the next in X
+    dx_step: int = 0  # from a position of dY to the next in dX
+    wanted: int = 0  # the sum of 1 for dX, 2 for dW and 4 for dB
+    skips: bool = False  # whether products of dY with padding are left out
+    pieces: int = 0  # of a plane; 0 where lanes are channels
+    planes: int = 0  # all channels of all samples, if there are pieces
+    x_shift: int = 0  # from a piece to the next, in elements of X and of Y
+    y_shift: int = 0
+
+
+class Strip(NamedTuple):
+    x_first: int = 0  # the elements of X, of dY or Y, and of dX
+    x_count: int = 0
+    y_first: int = 0
+    y_count: int = 0
+    dx_first: int = 0
+    dx_count: int = 0
+    x_place: int = 0  # where X begins in its box
+    own_place: int = 0  # where the rows of dY do that belong to the strip, their number and length
+    own_rows: int = 0
+    own_length: int = 0
+    row: int = 0  # the first and last row of sums
+    last_row: int = 0
+    product: int = 0  # the first and last product
+    last_product: int = 0
+
+
+class Row(NamedTuple):
+    """A row of sums."""
+
+    place: int
+    source: int  # the place of what it depends on
+    length: int
+    tap: int  # the first and last tap
+    last_tap: int
+
+
+class Product(NamedTuple):
+    """Some products of dW."""
+
+    tap: int  # the first and last tap
+    last_tap: int
+    dy: int  # the places in dY and X
+    x: int
+    rows: int
+    length: int
+
+
+STRIP, ROW, PRODUCT = size_of(Strip), size_of(Row), size_of(Product)
 
 
 class Planes(NamedTuple):
@@ -67,15 +116,20 @@ class Planes(NamedTuple):
 
 
 class Tables(NamedTuple):
-    geometry: list[int]
-    strips: list[int]
-    rows: list[int]
-    products: list[int]
+    geometry: Geometry
+    strips: list[Strip]
+    rows: list[Row]
+    products: list[Product]
     x_places: list[int]  # of consecutive elements
     dy_places: list[int]
     tap_places: list[int]  # where the weights of each tap are, in the order in which rows use them
     starts: list[int]  # where each tap begins in the box of X
     row_starts: list[int]  # where each tap of a row begins
+
+    @property
+    def numbers(self) -> dict[str, list[int]]:
+        """The tables of the plan."""
+        return {name: numbers_of(table) for name, table in self._asdict().items()}
 
 
 def in_two_dimensions(win: Windows) -> Windows:
@@ -127,25 +181,28 @@ class Division:
         low = min(max(0, first), self.win.sizes[0])
         return low, max(low, min(last, self.win.sizes[0])) if bottom > top else low
 
-    def _tables(self, strips: list[list[int]], rows: list[int], products: list[int]) -> Tables:
-        geometry = [0] * _FIELDS
-        geometry[STRIPS], geometry[TAPS] = len(strips), math.prod(self.win.kernel)
-        geometry[SIZE], geometry[OUTPUTS] = math.prod(self.win.sizes), math.prod(self.win.outputs)
-        geometry[X_WIDTH], geometry[X_LINE] = self.win.sizes[1], self._x_pitch
-        geometry[DY_WIDTH], geometry[DY_LINE] = self.win.outputs[1], self._dy_columns[1]
-        geometry[DY_PLACE] = self._dy_columns[0] * TILE
-        geometry[X_PITCH] = self.win.strides[0] * self._x_pitch * TILE
-        geometry[X_STEP] = geometry[X_PITCH] if self._is_line else self.win.strides[1] * TILE
-        geometry[DX_STEP] = self.win.strides[0 if self._is_line else 1] * TILE
-
-        def most(field: int) -> int:
-            return max(strip[field] for strip in strips)
-
-        flat = [number for strip in strips for number in strip]
-        x_places = _places(most(X_COUNT), self.win.sizes[1], self._x_pitch)
-        dy_places = _places(most(Y_COUNT), self.win.outputs[1], self._dy_columns[1])
-        taps = [t * TILE for t in range(geometry[TAPS])]
-        return Tables(geometry, flat, rows, products, x_places, dy_places, taps, self._starts, self._starts)
+    def _tables(self, strips: list[Strip], rows: list[Row], products: list[Product]) -> Tables:
+        win, line = self.win, self._x_pitch
+        before, dy_line = self._dy_columns
+        x_pitch = win.strides[0] * line * TILE
+        geometry = Geometry(
+            strips=len(strips),
+            taps=math.prod(win.kernel),
+            size=math.prod(win.sizes),
+            outputs=math.prod(win.outputs),
+            x_width=win.sizes[1],
+            x_line=line,
+            dy_width=win.outputs[1],
+            dy_line=dy_line,
+            dy_place=before * TILE,
+            x_step=x_pitch if self._is_line else win.strides[1] * TILE,
+            x_pitch=x_pitch,
+            dx_step=win.strides[0 if self._is_line else 1] * TILE,
+        )
+        x_places = _places(max(strip.x_count for strip in strips), win.sizes[1], line)
+        dy_places = _places(max(strip.y_count for strip in strips), win.outputs[1], dy_line)
+        taps = [t * TILE for t in range(geometry.taps)]
+        return Tables(geometry, strips, rows, products, x_places, dy_places, taps, self._starts, self._starts)
 
     def _in_pieces(self, rows: int, size: int, planes: Planes, tables: Callable[..., Tables]) -> Tables:
         """Return the tables of pieces of so many rows of dY, or of X divided by the stride."""
@@ -156,16 +213,22 @@ class Division:
             (high[0], win.sizes[1]), (high[1], win.outputs[1]), *(getattr(win, name) for name in _KEPT)
         )
         made = tables(Division(tall), [(top, top + size)])
-        geometry, strip = made.geometry, made.strips
-        geometry[SIZE], geometry[OUTPUTS] = math.prod(win.sizes), math.prod(win.outputs)
-        geometry[PIECES], geometry[PLANES] = -(-rows // size), math.prod(planes)
         row, output = win.strides[0] * win.sizes[1], win.outputs[1]
-        geometry[X_SHIFT], geometry[Y_SHIFT] = size * row, size * output
-        # The places of the first piece.
-        strip[X_FIRST] -= top * row
-        strip[DX_FIRST] -= top * row
-        strip[Y_FIRST] -= top * output
-        return made
+        (strip,) = made.strips
+        first = strip._replace(
+            x_first=strip.x_first - top * row,
+            dx_first=strip.dx_first - top * row,
+            y_first=strip.y_first - top * output,
+        )
+        geometry = made.geometry._replace(
+            size=math.prod(win.sizes),
+            outputs=math.prod(win.outputs),
+            pieces=-(-rows // size),
+            planes=math.prod(planes),
+            x_shift=size * row,
+            y_shift=size * output,
+        )
+        return made._replace(geometry=geometry, strips=[first])
 
     def forward(self, planes: Planes) -> Tables:
         """Return the tables of the convolution: its strips are rows of Y."""
@@ -181,8 +244,8 @@ class Division:
     def _forward(self, bounds: list[tuple[int, int]]) -> Tables:
         win, pitch = self.win, self._x_pitch
         height, width = win.outputs
-        strips: list[list[int]] = []
-        rows: list[tuple[int, ...]] = []
+        strips: list[Strip] = []
+        rows: list[Row] = []
         places = np.arange(height) * win.strides[0] - win.heads[0]
         # The rows of the kernel that see no padding.
         gap = win.dilations[0]
@@ -194,19 +257,25 @@ class Division:
             for row, count in _runs(low[top:bottom], high[top:bottom], self._is_line):
                 taps = [int(each[top + row]) * win.kernel[1] for each in (low, high)]
                 source = row * win.strides[0] * pitch * TILE
-                rows.append((row * width * TILE, source, count if self._is_line else width, *taps))
+                rows.append(Row(row * width * TILE, source, count if self._is_line else width, *taps))
             padding = first + win.heads[0] - top * win.strides[0]
-            strip = [0] * STRIP_FIELDS
-            strip[X_FIRST], strip[X_COUNT] = first * win.sizes[1], (last - first) * win.sizes[1]
-            strip[Y_FIRST], strip[Y_COUNT] = top * width, (bottom - top) * width
-            strip[X_PLACE] = (padding * pitch + win.heads[1]) * TILE
-            strip[ROW], strip[LAST_ROW] = begin, len(rows)
+            strip = Strip(
+                x_first=first * win.sizes[1],
+                x_count=(last - first) * win.sizes[1],
+                y_first=top * width,
+                y_count=(bottom - top) * width,
+                x_place=(padding * pitch + win.heads[1]) * TILE,
+                row=begin,
+                last_row=len(rows),
+            )
             strips.append(strip)
-        tables = self._tables(strips, [number for row in rows for number in row], [])
+        tables = self._tables(strips, rows, [])
         most = max(bottom - top for top, bottom in bounds)
-        tables.geometry[X_BOX] = ((most - 1) * win.strides[0] + win.extents[0]) * pitch * TILE
-        tables.geometry[SUM_BOX] = most * width * TILE
-        return tables
+        geometry = tables.geometry._replace(
+            x_box=((most - 1) * win.strides[0] + win.extents[0]) * pitch * TILE,
+            sum_box=most * width * TILE,
+        )
+        return tables._replace(geometry=geometry)
 
     def backward(self, dx: bool, dw: bool, planes: Planes) -> Tables:
         """Return the tables of the gradient.
@@ -232,9 +301,9 @@ class Division:
         before, dy_pitch = self._dy_columns
         reach = (win.extents[0] - 1) // stride
         groups = self._groups()
-        strips: list[list[int]] = []
-        rows: list[tuple[int, ...]] = []
-        products: list[tuple[int, ...]] = []
+        strips: list[Strip] = []
+        rows: list[Row] = []
+        products: list[Product] = []
         classes = _Classes.of(win, dy_pitch)
         for top, bottom in bounds:
             # The end of the rows of dY whose windows begin in the strip.
@@ -242,38 +311,41 @@ class Division:
             dy_first = min(own, max(0, top - reach) if dx else top)
             x_first, x_last = self._x_rows(top, own)
             dx_first, dx_last = (min(max(0, edge * stride - head), win.sizes[0]) for edge in (top, bottom))
-            strip = [0] * STRIP_FIELDS
-            strip[X_FIRST], strip[X_COUNT] = x_first * win.sizes[1], (x_last - x_first) * win.sizes[1]
-            strip[X_PLACE] = ((x_first + head - top * stride) * pitch + win.heads[1]) * TILE
-            strip[Y_FIRST], strip[Y_COUNT] = dy_first * width, (own - dy_first) * width
-            strip[OWN_PLACE] = ((top - dy_first) * dy_pitch + before) * TILE
-            strip[OWN_ROWS], strip[OWN_LENGTH] = (1, own - top) if self._is_line else (own - top, width)
-            strip[ROW], strip[PRODUCT] = len(rows), len(products)
+            own_rows, own_length = (1, own - top) if self._is_line else (own - top, width)
+            strip = Strip(
+                x_first=x_first * win.sizes[1],
+                x_count=(x_last - x_first) * win.sizes[1],
+                y_first=dy_first * width,
+                y_count=(own - dy_first) * width,
+                dx_first=dx_first * win.sizes[1] if dx else 0,
+                dx_count=(dx_last - dx_first) * win.sizes[1] if dx else 0,
+                x_place=((x_first + head - top * stride) * pitch + win.heads[1]) * TILE,
+                own_place=((top - dy_first) * dy_pitch + before) * TILE,
+                own_rows=own_rows,
+                own_length=own_length,
+                row=len(rows),
+                product=len(products),
+            )
             if dx:
-                strip[DX_FIRST] = dx_first * win.sizes[1]
-                strip[DX_COUNT] = (dx_last - dx_first) * win.sizes[1]
                 rows += self._rows_of_dx(classes, dx_first, dx_last, dy_first)
             for first, last, low, high in groups if dw else ():
                 for row, column, count, length in self._pieces(max(top, low), min(own, high)):
                     dy_place = (row - dy_first) * dy_pitch + before + column
                     x_place = (row - top) * stride * pitch + column * win.strides[1]
-                    products.append((first, last, dy_place * TILE, x_place * TILE, count, length))
-            strip[LAST_ROW], strip[LAST_PRODUCT] = len(rows), len(products)
-            strips.append(strip)
-        flat = ([number for each in table for number in each] for table in (rows, products))
-        tables = self._tables(strips, *flat)
+                    products.append(Product(first, last, dy_place * TILE, x_place * TILE, count, length))
+            strips.append(strip._replace(last_row=len(rows), last_product=len(products)))
+        tables = self._tables(strips, rows, products)
         most = max(bottom - top for top, bottom in bounds)
-        if dw:
-            tables.geometry[X_BOX] = ((most - 1) * stride + win.extents[0]) * pitch * TILE
-        tables.geometry[DY_BOX] = (most + reach) * dy_pitch * TILE
-        tables.geometry[SUM_BOX] = most * stride * win.sizes[1] * TILE if dx else 0
-        tables.geometry[SKIPS] = int(dw and any(last - first < height for _, _, first, last in groups))
-        return tables._replace(tap_places=classes.tap_places, row_starts=classes.starts)
+        geometry = tables.geometry._replace(
+            x_box=((most - 1) * stride + win.extents[0]) * pitch * TILE if dw else 0,
+            dy_box=(most + reach) * dy_pitch * TILE,
+            sum_box=most * stride * win.sizes[1] * TILE if dx else 0,
+            skips=dw and any(last - first < height for _, _, first, last in groups),
+        )
+        return tables._replace(geometry=geometry, tap_places=classes.tap_places, row_starts=classes.starts)
 
-    def _rows_of_dx(
-        self, classes: _Classes, first: int, last: int, dy_first: int
-    ) -> Iterator[tuple[int, ...]]:
-        """Return the numbers of the rows of dX from the first to the last; with strides, in several parts."""
+    def _rows_of_dx(self, classes: _Classes, first: int, last: int, dy_first: int) -> Iterator[Row]:
+        """Return the rows of dX from the first to the last; with strides, in several parts."""
         win, (before, dy_pitch) = self.win, self._dy_columns
         for remainder in range(win.strides[0]):
             own = np.arange(first + (remainder - win.heads[0] - first) % win.strides[0], last, win.strides[0])
@@ -290,7 +362,7 @@ class Division:
                     begin, taps = classes.taps[remainder, place % win.strides[1]]
                     length = count if self._is_line else (win.sizes[1] - 1 - column) // win.strides[1] + 1
                     source = (int(places[i]) - dy_first) * dy_pitch + place // win.strides[1] + before
-                    yield (
+                    yield Row(
                         (int(own[i] - first) * win.sizes[1] + column) * TILE,
                         source * TILE,
                         length,

@@ -9,6 +9,8 @@ All products are those of the NumPy kernel, also with padding, so NaN and infini
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ortgrad.compiled.functions import (
@@ -20,29 +22,33 @@ from ortgrad.compiled.functions import (
     clear,
     copy_elements,
     copy_listed,
-    prefetch,
     release,
     transpose,
 )
-from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.operators.compiled import Integers
 from ortgrad.ops.conv._geometry import (
-    CHANNELS,
-    FILTERS,
-    GROUPS,
-    HEAD,
-    OUTPUT,
-    SAMPLES,
-    SIZE,
-    STRIDE,
-    TAPS,
     TERMS,
-    X_BOX,
-    X_IN_PLACE,
+    Geometry,
+    Spatial,
+    volume,
 )
+from ortgrad.ops.conv._memory import aligned, fetch_rows
 
-# Numbers of the plan: whether dX and dW are computed in this way, and where the scratch memory for dW begins.
-# Of a task for dX: its channels, those of a block, its scratch memory; for dW the same with columns.
-DX_IS_FEW, DW_IS_FEW, DW_START, DX_CHANNELS, DX_BLOCK, DX_MEMORY, DW_COLUMNS, DW_BLOCK, DW_MEMORY = range(9)
+
+class Few(NamedTuple):
+    """How dX and dW are computed in this way."""
+
+    dx: bool  # whether they are
+    dw: bool
+    dw_start: int  # where the scratch memory for dW begins
+    dx_channels: int  # of a task for dX: its channels, those of a block, and its scratch memory
+    dx_block: int
+    dx_memory: int
+    dw_columns: int  # the same of a task for dW
+    dw_block: int
+    dw_memory: int
+
+
 # Filters whose weights are used for all positions before those of other filters.
 TOGETHER = 64
 
@@ -53,14 +59,14 @@ def few_channels_task(
     w: np.ndarray,
     dx: np.ndarray,
     scratch: np.ndarray,
-    geometry: np.ndarray,
-    few: np.ndarray,
-    offsets: np.ndarray,
+    geometry: Geometry,
+    few: Few,
+    offsets: Integers,
 ) -> bool:
     """Compute dX of some channels."""
-    groups, filters, channels, taps = geometry[GROUPS], geometry[FILTERS], geometry[CHANNELS], geometry[TAPS]
-    positions = geometry[OUTPUT] * geometry[OUTPUT + 1] * geometry[OUTPUT + 2]
-    rows, pairs, most, step = geometry[SAMPLES] * positions, channels * taps, few[DX_CHANNELS], few[DX_BLOCK]
+    groups, filters, channels, taps = geometry.groups, geometry.filters, geometry.channels, geometry.taps
+    positions = volume(geometry.output)
+    rows, pairs, most, step = geometry.samples * positions, channels * taps, few.dx_channels, few.dx_block
     splits = (channels + most - 1) // most
     group, first = task // splits, task % splits * most
     last = min(first + most, channels)
@@ -79,7 +85,7 @@ def few_channels_task(
     for k in range(TOGETHER):
         steps[k], rights[k] = k * positions, k * pairs
     _list_pairs(seen, 0, geometry, offsets)
-    memory = aligned(scratch[task * few[DX_MEMORY] : (task + 1) * few[DX_MEMORY]])
+    memory = aligned(scratch[task * few.dx_memory : (task + 1) * few.dx_memory])
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     tile = (rows + tiles - 1) // tiles
     while first < last:
@@ -93,7 +99,7 @@ def few_channels_task(
             # What comes next: other filters, or the first ones for the next block.
             following = m + TOGETHER if m + TOGETHER < filters else 0
             ahead = begin + (following - m) * pairs + (columns if following == 0 else 0)
-            _fetch(w, ahead, min(TOGETHER, filters - following), pairs, columns)
+            fetch_rows(w, ahead, min(TOGETHER, filters - following), pairs, columns)
             row = 0
             while row < rows:
                 size = min(tile, rows - row)
@@ -132,7 +138,7 @@ def few_channels_task(
                         m == 0,
                     )
                 row += tile
-        if taps == 1 and geometry[X_IN_PLACE] != 0 and _is_dense(geometry):
+        if taps == 1 and geometry.x_in_place and _is_dense(geometry):
             _turn_back(memory, pitch, count, whole, group * channels + first, dx, geometry)
         else:
             _add_up(memory, pitch, columns, whole, group * channels + first, count, dx, seen, geometry)
@@ -141,19 +147,13 @@ def few_channels_task(
     return False
 
 
-def _fetch(array: np.ndarray, begin: int, rows: int, stride: int, length: int) -> None:
-    """Fetch rows into the cache: they are so far from each other that the processor does not foresee them."""
-    for i in range(rows):
-        for k in range(0, length, TILE):
-            prefetch(array, begin + i * stride + k)
-
-
-def _is_dense(geometry: np.ndarray) -> bool:
+def _is_dense(geometry: Geometry) -> bool:
     """Return whether every element of X is seen once, by a kernel with one tap."""
-    same = True
-    for i in range(3):
-        same = same and geometry[OUTPUT + i] == geometry[SIZE + i] and geometry[STRIDE + i] == 1
-    return same
+    output: Spatial = geometry.output
+    size: Spatial = geometry.size
+    stride: Spatial = geometry.stride
+    same = output.depth == size.depth and output.height == size.height and output.width == size.width
+    return same and stride.depth == 1 and stride.height == 1 and stride.width == 1
 
 
 def _list_rows(places: np.ndarray, positions: int, filters: int) -> None:
@@ -163,14 +163,14 @@ def _list_rows(places: np.ndarray, positions: int, filters: int) -> None:
             places[sample * positions + k] = sample * filters * positions + k
 
 
-def _list_pairs(seen: np.ndarray, first: int, geometry: np.ndarray, offsets: np.ndarray) -> None:
+def _list_pairs(seen: np.ndarray, first: int, geometry: Geometry, offsets: Integers) -> None:
     """Write where pairs of channel and tap are in boxes, from the channel of the first pair on."""
-    plane = geometry[X_BOX] * geometry[X_BOX + 1] * geometry[X_BOX + 2]
-    tap, begin = first % geometry[TAPS], 0
+    plane = volume(geometry.x_box)
+    tap, begin = first % geometry.taps, 0
     for k in range(len(seen)):
         seen[k] = begin + offsets[tap]
         tap += 1
-        if tap == geometry[TAPS]:
+        if tap == geometry.taps:
             tap = 0
             begin += plane
 
@@ -182,12 +182,12 @@ def _turn_back(
     whole: int,
     channel: int,
     dx: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Transpose the matrix of products into dX."""
-    size = geometry[SIZE] * geometry[SIZE + 1] * geometry[SIZE + 2]
-    for sample in range(geometry[SAMPLES]):
-        place = (sample * geometry[GROUPS] * geometry[CHANNELS] + channel) * size
+    size = volume(geometry.size)
+    for sample in range(geometry.samples):
+        place = (sample * geometry.groups * geometry.channels + channel) * size
         start, done = sample * size * pitch, 0
         while done + TILE <= size:
             for c in range(0, whole, TILE):
@@ -212,23 +212,23 @@ def _add_up(
     count: int,
     dx: np.ndarray,
     seen: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Add up the products where the windows have them in dX."""
-    samples, height, width = geometry[SAMPLES], geometry[OUTPUT + 1], geometry[OUTPUT + 2]
-    rows, line = geometry[X_BOX + 1], geometry[X_BOX + 2]
-    plane, in_place = geometry[X_BOX] * rows * line, geometry[X_IN_PLACE] != 0
-    positions = geometry[OUTPUT] * height * width
+    samples, height, width = geometry.samples, geometry.output.height, geometry.output.width
+    rows, line = geometry.x_box.height, geometry.x_box.width
+    plane, in_place = geometry.x_box.depth * rows * line, geometry.x_in_place
+    positions = geometry.output.depth * height * width
     boxes, begin = (
         dx if in_place else memory[samples * positions * pitch :],
         channel * plane if in_place else 0,
     )
-    distance = geometry[GROUPS] * geometry[CHANNELS] * plane if in_place else count * plane
+    distance = geometry.groups * geometry.channels * plane if in_place else count * plane
     for sample in range(samples):
         clear(boxes, begin + sample * distance, count * plane)
         for p in range(positions):
             z, y, x = p // width // height, p // width % height, p % width
-            z, y, x = z * geometry[STRIDE], y * geometry[STRIDE + 1], x * geometry[STRIDE + 2]
+            z, y, x = z * geometry.stride.depth, y * geometry.stride.height, x * geometry.stride.width
             place = begin + sample * distance + (z * rows + y) * line + x
             row = (sample * positions + p) * pitch
             add_listed(boxes, place, seen, 0, whole, memory, row)
@@ -236,22 +236,22 @@ def _add_up(
     if not in_place:
         for sample in range(samples):
             for c in range(count):
-                to = sample * geometry[GROUPS] * geometry[CHANNELS] + channel + c
+                to = sample * geometry.groups * geometry.channels + channel + c
                 _crop(boxes, (sample * count + c) * plane, dx, to, geometry)
 
 
-def _crop(boxes: np.ndarray, start: int, dx: np.ndarray, channel: int, geometry: np.ndarray) -> None:
+def _crop(boxes: np.ndarray, start: int, dx: np.ndarray, channel: int, geometry: Geometry) -> None:
     """Copy a channel of dX from its box, which may end before it."""
-    depth, height, width = geometry[SIZE], geometry[SIZE + 1], geometry[SIZE + 2]
-    planes, rows, line = geometry[X_BOX], geometry[X_BOX + 1], geometry[X_BOX + 2]
-    count = max(0, min(width, line - geometry[HEAD + 2]))
+    depth, height, width = geometry.size.depth, geometry.size.height, geometry.size.width
+    planes, rows, line = geometry.x_box.depth, geometry.x_box.height, geometry.x_box.width
+    count = max(0, min(width, line - geometry.head.width))
     for z in range(depth):
-        a = z + geometry[HEAD]
+        a = z + geometry.head.depth
         for y in range(height):
-            b = y + geometry[HEAD + 1]
+            b = y + geometry.head.height
             to = ((channel * depth + z) * height + y) * width
             n = count if a < planes and b < rows else 0
-            source = start + (a * rows + b) * line + geometry[HEAD + 2]
+            source = start + (a * rows + b) * line + geometry.head.width
             copy_elements(dx, to, boxes, source, n)
             if n < width:
                 clear(dx, to + n, width - n)
@@ -263,14 +263,14 @@ def few_weights_task(
     x: np.ndarray,
     dw: np.ndarray,
     scratch: np.ndarray,
-    geometry: np.ndarray,
-    few: np.ndarray,
-    offsets: np.ndarray,
+    geometry: Geometry,
+    few: Few,
+    offsets: Integers,
 ) -> bool:
     """Compute dW for some pairs of channel and tap."""
-    groups, filters, channels, taps = geometry[GROUPS], geometry[FILTERS], geometry[CHANNELS], geometry[TAPS]
-    positions = geometry[OUTPUT] * geometry[OUTPUT + 1] * geometry[OUTPUT + 2]
-    rows, pairs, most, step = geometry[SAMPLES] * positions, channels * taps, few[DW_COLUMNS], few[DW_BLOCK]
+    groups, filters, channels, taps = geometry.groups, geometry.filters, geometry.channels, geometry.taps
+    positions = volume(geometry.output)
+    rows, pairs, most, step = geometry.samples * positions, channels * taps, few.dw_columns, few.dw_block
     splits = max(1, pairs // most)
     group, split = task // splits, task % splits
     first, last = split * most, pairs if split == splits - 1 else (split + 1) * most
@@ -284,15 +284,15 @@ def few_weights_task(
     _list_rows(places, positions, groups * filters)
     for k in range(rows):
         rights[k] = k * pitch
-    start = few[DW_START] + task * few[DW_MEMORY]
-    memory = aligned(scratch[start : start + few[DW_MEMORY]])
+    start = few.dw_start + task * few.dw_memory
+    memory = aligned(scratch[start : start + few.dw_memory])
     rest, boxes = memory[rows * pitch :], memory[rows * pitch + TILE_ROWS * TILE :]
     shifts[0] = 0
     while first < last:
         # The last block has the rest that does not fill a tile.
         columns = step if last - first >= step + TILE else last - first
         whole = columns // TILE * TILE
-        if taps == 1 and geometry[X_IN_PLACE] != 0 and _is_dense(geometry):
+        if taps == 1 and geometry.x_in_place and _is_dense(geometry):
             _turn(memory, pitch, columns, whole, group * channels + first, x, geometry)
         else:
             _list_pairs(seen[:columns], first, geometry, offsets)
@@ -302,7 +302,7 @@ def few_weights_task(
             for i in range(size):
                 starts[i] = (group * filters + m + i) * positions
             to = (group * filters + m) * pairs + first
-            _fetch(dw, to + TILE_ROWS * pairs, min(TILE_ROWS, filters - m - size), pairs, columns)
+            fetch_rows(dw, to + TILE_ROWS * pairs, min(TILE_ROWS, filters - m - size), pairs, columns)
             for row in range(0, rows, TERMS):
                 end = min(rows, row + TERMS)
                 if whole > 0:
@@ -352,12 +352,12 @@ def _turn(
     whole: int,
     channel: int,
     x: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Transpose X of some channels."""
-    size = geometry[SIZE] * geometry[SIZE + 1] * geometry[SIZE + 2]
-    for sample in range(geometry[SAMPLES]):
-        start = (sample * geometry[GROUPS] * geometry[CHANNELS] + channel) * size
+    size = volume(geometry.size)
+    for sample in range(geometry.samples):
+        start = (sample * geometry.groups * geometry.channels + channel) * size
         place, done = sample * size * pitch, 0
         while done + TILE <= size:
             for c in range(0, whole, TILE):
@@ -380,38 +380,42 @@ def _copy_seen(
     x: np.ndarray,
     boxes: np.ndarray,
     seen: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> None:
     """Copy what windows see of X, for some pairs of channel and tap."""
-    samples, height, width = geometry[SAMPLES], geometry[OUTPUT + 1], geometry[OUTPUT + 2]
-    rows, line, taps = geometry[X_BOX + 1], geometry[X_BOX + 2], geometry[TAPS]
-    plane, in_place = geometry[X_BOX] * rows * line, geometry[X_IN_PLACE] != 0
-    positions, channel = geometry[OUTPUT] * height * width, group * geometry[CHANNELS] + first // taps
+    samples, height, width = geometry.samples, geometry.output.height, geometry.output.width
+    rows, line, taps = geometry.x_box.height, geometry.x_box.width, geometry.taps
+    plane, in_place = geometry.x_box.depth * rows * line, geometry.x_in_place
+    positions, channel = geometry.output.depth * height * width, group * geometry.channels + first // taps
     count = (first + columns - 1) // taps - first // taps + 1
     source, begin = x if in_place else boxes, channel * plane if in_place else 0
-    distance = geometry[GROUPS] * geometry[CHANNELS] * plane if in_place else count * plane
+    distance = geometry.groups * geometry.channels * plane if in_place else count * plane
     if not in_place:
         clear(boxes, 0, samples * count * plane)
         for sample in range(samples):
             for c in range(count):
-                start = sample * geometry[GROUPS] * geometry[CHANNELS] + channel + c
+                start = sample * geometry.groups * geometry.channels + channel + c
                 _embed(x, start, boxes, (sample * count + c) * plane, geometry)
     for sample in range(samples):
         for p in range(positions):
             z, y, u = p // width // height, p // width % height, p % width
-            z, y, u = z * geometry[STRIDE], y * geometry[STRIDE + 1], u * geometry[STRIDE + 2]
+            z, y, u = z * geometry.stride.depth, y * geometry.stride.height, u * geometry.stride.width
             place = begin + sample * distance + (z * rows + y) * line + u
             row = (sample * positions + p) * pitch
             copy_listed(memory, row, source, place, seen, 0, columns)
 
 
-def _embed(x: np.ndarray, channel: int, boxes: np.ndarray, place: int, geometry: np.ndarray) -> None:
+def _embed(x: np.ndarray, channel: int, boxes: np.ndarray, place: int, geometry: Geometry) -> None:
     """Copy a channel of X into its box, which may end before it."""
-    depth, height, width = geometry[SIZE], geometry[SIZE + 1], geometry[SIZE + 2]
-    planes, rows, line = geometry[X_BOX], geometry[X_BOX + 1], geometry[X_BOX + 2]
-    count = max(0, min(width, line - geometry[HEAD + 2]))
-    for z in range(min(depth, planes - geometry[HEAD])):
-        for y in range(min(height, rows - geometry[HEAD + 1])):
+    depth, height, width = geometry.size.depth, geometry.size.height, geometry.size.width
+    planes, rows, line = geometry.x_box.depth, geometry.x_box.height, geometry.x_box.width
+    count = max(0, min(width, line - geometry.head.width))
+    for z in range(min(depth, planes - geometry.head.depth)):
+        for y in range(min(height, rows - geometry.head.height)):
             start = ((channel * depth + z) * height + y) * width
-            to = place + ((z + geometry[HEAD]) * rows + y + geometry[HEAD + 1]) * line + geometry[HEAD + 2]
+            to = (
+                place
+                + ((z + geometry.head.depth) * rows + y + geometry.head.height) * line
+                + geometry.head.width
+            )
             copy_elements(boxes, to, x, start, count)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ortgrad.compiled.functions import TILE, TILE_ROWS
 from ortgrad.ops._windows import Windows
-from ortgrad.ops.conv._few_positions import TOGETHER
+from ortgrad.ops.conv._few_positions import TOGETHER, Few
+from ortgrad.ops.conv._geometry import Geometry, Spatial
 from ortgrad.threads import lazy
 
 # Columns of a tile, at most.
@@ -95,12 +96,22 @@ class FewPositions:
         return 0.0201 * weights * self.rows + 0.06 * weights
 
     @property
-    def geometry(self) -> list[int]:
-        """What the kernel uses of the geometry (see ortgrad.ops.conv._geometry)."""
+    def geometry(self) -> Geometry:
+        """The numbers that the kernel reads."""
         win = self.win
-        sizes = [*win.outputs, *win.sizes, *win.strides, *win.heads, *self.box, *[0] * 6]
-        numbers = (self.samples, self.group, self.filters, self.channels, self.taps)
-        return [*sizes, *numbers, int(self.in_place)]
+        return Geometry(
+            output=Spatial(*win.outputs),
+            size=Spatial(*win.sizes),
+            stride=Spatial(*win.strides),
+            head=Spatial(*win.heads),
+            x_box=Spatial(*self.box),
+            samples=self.samples,
+            groups=self.group,
+            filters=self.filters,
+            channels=self.channels,
+            taps=self.taps,
+            x_in_place=self.in_place,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ class Division:
     dx_tasks: int
     dw_tasks: int
     memory: int  # elements of the scratch memory
-    numbers: list[int]
+    numbers: Few
 
     @classmethod
     def of(cls, few: FewPositions, tasks: int, *, dx: bool, dw: bool) -> Division:
@@ -128,7 +139,7 @@ class Division:
         dx_tasks = few.group * -(-channels // most) if dx else 0
         dw_tasks = few.group * max(1, channels * taps // columns) if dw else 0
         of_dx = dx_tasks * dx_memory
-        numbers = [int(dx), int(dw), of_dx, most, step, dx_memory, columns, block, dw_memory]
+        numbers = Few(dx, dw, of_dx, most, step, dx_memory, columns, block, dw_memory)
         return cls(dx_tasks, dw_tasks, of_dx + dw_tasks * dw_memory, numbers)
 
 

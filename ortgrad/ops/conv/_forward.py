@@ -27,30 +27,17 @@ from ortgrad.compiled.functions import (
     release,
     transpose,
 )
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Integers, Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._windows import windows
 from ortgrad.ops.conv._compiled import _in_three_dimensions, _place, _reaches
-from ortgrad.ops.conv._compiled_dw import aligned
 from ortgrad.ops.conv._forward_geometry import (
-    BOX,
-    BOXES,
-    CHANNELS,
-    FILTERS,
-    GROUPS,
-    HEAD,
-    OUTPUT,
-    PLANE,
-    ROOM,
-    SAMPLES,
-    SIZE,
-    STRIDE,
-    TAPS,
-    TOGETHER,
-    WIDTH,
+    Geometry,
     activation_numbers,
 )
 from ortgrad.ops.conv._forward_rows import add, convolve_rows, finish
-from ortgrad.ops.conv._geometry import COLUMNS, TERMS
+from ortgrad.ops.conv._geometry import COLUMNS, TERMS, Spatial, volume
+from ortgrad.ops.conv._memory import aligned
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
@@ -109,9 +96,22 @@ def plan(
         room = max(1, min(_SUMS // width, -(-positions * blocks // wanted)) // _POSITIONS) * _POSITIONS
         tasks = boxes + group * slices, blocks * -(-positions // room)
         turned = group * slices * TILE * channels * taps + TILE
-    geometry = (
-        *(*win.outputs, *win.sizes, *win.strides, *win.heads, *box),
-        *(x[0], group, filters, channels, taps, math.prod(box), boxes, width, room, together),
+    geometry = Geometry(
+        output=Spatial(*win.outputs),
+        size=Spatial(*win.sizes),
+        stride=Spatial(*win.strides),
+        head=Spatial(*win.heads),
+        box=Spatial(*box),
+        samples=x[0],
+        groups=group,
+        filters=filters,
+        channels=channels,
+        taps=taps,
+        plane=math.prod(box),
+        boxes=boxes,
+        width=width,
+        room=room,
+        together=together,
     )
     offsets = [_place(reach, box) for reach in _reaches(win)]
     flat = [(0,) if shape is None else (math.prod(shape),) for shape in (x, w, b, z, y)]
@@ -119,7 +119,7 @@ def plan(
         tasks=tasks,
         views=flat,
         numbers={
-            "geometry": geometry,
+            "geometry": numbers_of(geometry),
             "steps": [c * math.prod(box) + offset for c in range(together) for offset in offsets],
             **activation_numbers(activation, alpha, beta),
         },
@@ -130,26 +130,14 @@ def plan(
 
 
 def prepare(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    b: np.ndarray,
-    z: np.ndarray,
-    y: np.ndarray,
-    boxes: np.ndarray,
-    turned: np.ndarray,
-    geometry: np.ndarray,
-    steps: np.ndarray,
-    activation: int,
-    low: float,
-    high: float,
+    task: int, x: np.ndarray, w: np.ndarray, boxes: np.ndarray, turned: np.ndarray, geometry: Geometry
 ) -> bool:
     """Copy a channel of X into its box, or transpose the weights of up to TILE filters."""
-    if task < geometry[BOXES]:
+    if task < geometry.boxes:
         _embed(task, x, boxes, geometry)
         return False
-    task -= geometry[BOXES]
-    filters, terms, width = geometry[FILTERS], geometry[CHANNELS] * geometry[TAPS], geometry[WIDTH]
+    task -= geometry.boxes
+    filters, terms, width = geometry.filters, geometry.channels * geometry.taps, geometry.width
     slices = (filters + TILE - 1) // TILE
     group, first = task // slices, task % slices * TILE
     block = first // width * width
@@ -181,19 +169,20 @@ def prepare(
     return False
 
 
-def _embed(channel: int, x: np.ndarray, boxes: np.ndarray, geometry: np.ndarray) -> None:
+def _embed(channel: int, x: np.ndarray, boxes: np.ndarray, geometry: Geometry) -> None:
     """Copy a channel into its box."""
-    depth, height, width = geometry[SIZE], geometry[SIZE + 1], geometry[SIZE + 2]
-    rows, pitch, plane = geometry[BOX + 1], geometry[BOX + 2], geometry[PLANE]
+    depth, height, width = geometry.size.depth, geometry.size.height, geometry.size.width
+    rows, pitch, plane = geometry.box.height, geometry.box.width, geometry.plane
     # Windows may see padding only, and the box ends where they do.
-    before = min(geometry[HEAD + 2], pitch)
+    before = min(geometry.head.width, pitch)
     count = min(width, pitch - before)
     # To clear a whole box takes less time than to clear the ends of its rows, unless these are long.
     small = pitch <= _LONG_ROW
     if small:
         clear(boxes, channel * plane, plane)
-    for i in range(geometry[BOX] * rows):
-        z, y, start = i // rows - geometry[HEAD], i % rows - geometry[HEAD + 1], channel * plane + i * pitch
+    for i in range(geometry.box.depth * rows):
+        z, y = i // rows - geometry.head.depth, i % rows - geometry.head.height
+        start = channel * plane + i * pitch
         inside = z >= 0 and z < depth and y >= 0 and y < height
         if not small:
             clear(boxes, start, before if inside else pitch)
@@ -211,8 +200,8 @@ def convolve_positions(
     y: np.ndarray,
     boxes: np.ndarray,
     turned: np.ndarray,
-    geometry: np.ndarray,
-    steps: np.ndarray,
+    geometry: Geometry,
+    steps: Integers,
     activation: int,
     low: float,
     high: float,
@@ -220,14 +209,14 @@ def convolve_positions(
     """Compute some filters at some positions."""
     if len(turned) == 0:
         return convolve_rows(task, w, b, z, y, boxes, geometry, steps, activation, low, high)
-    filters, channels, taps = geometry[FILTERS], geometry[CHANNELS], geometry[TAPS]
-    plane, width, room = geometry[PLANE], geometry[WIDTH], geometry[ROOM]
-    outputs = geometry[OUTPUT] * geometry[OUTPUT + 1] * geometry[OUTPUT + 2]
-    positions, padded = geometry[SAMPLES] * outputs, (filters + TILE - 1) // TILE * TILE
+    filters, channels, taps = geometry.filters, geometry.channels, geometry.taps
+    plane, width, room = geometry.plane, geometry.width, geometry.room
+    outputs = volume(geometry.output)
+    positions, padded = geometry.samples * outputs, (filters + TILE - 1) // TILE * TILE
     units, blocks = (positions + room - 1) // room, (padded + width - 1) // width
     first, block, group = task % units * room, task // units % blocks, task // units // blocks
     count, columns = min(room, positions - first), min(width, padded - block * width)
-    together = geometry[TOGETHER]
+    together = geometry.together
     terms, rows = together * taps, (count + TILE - 1) // TILE * TILE
     memory = allocate(2 * rows * columns + TILE)
     integers = allocate_integers(terms + rows + 2)
@@ -241,7 +230,7 @@ def convolve_positions(
     for k in range(terms):
         places[k] = k * columns
     _list_starts(starts, first, count, group, geometry)
-    source = x if geometry[BOXES] == 0 else boxes
+    source = x if geometry.boxes == 0 else boxes
     right, base = aligned(turned), (group * padded + block * width) * channels * taps
     c = 0
     while c < channels:
@@ -272,7 +261,7 @@ def convolve_positions(
         while at < count:
             sample, p = (first + at) // outputs, (first + at) % outputs
             n = min(count - at, outputs - p)
-            place, here = (sample * geometry[GROUPS] * filters + m) * outputs + p, results + k * rows + at
+            place, here = (sample * geometry.groups * filters + m) * outputs + p, results + k * rows + at
             values = sums[here : here + n]
             if len(z) > 0:
                 add(values, z[place : place + n])
@@ -283,18 +272,19 @@ def convolve_positions(
     return False
 
 
-def _list_starts(starts: np.ndarray, first: int, count: int, group: int, geometry: np.ndarray) -> None:
+def _list_starts(starts: np.ndarray, first: int, count: int, group: int, geometry: Geometry) -> None:
     """Write where the windows of consecutive positions begin."""
-    height, width = geometry[OUTPUT + 1], geometry[OUTPUT + 2]
-    channels, plane = geometry[CHANNELS], geometry[PLANE]
+    height, width = geometry.output.height, geometry.output.width
+    channels, plane = geometry.channels, geometry.plane
     at = 0
     while at < count:
         line, column = (first + at) // width, (first + at) % width
         n = min(count - at, width - column)
         a, row = line // height, line % height
-        sample, a = a // geometry[OUTPUT], a % geometry[OUTPUT]
-        start = (a * geometry[STRIDE] * geometry[BOX + 1] + row * geometry[STRIDE + 1]) * geometry[BOX + 2]
-        start += (sample * geometry[GROUPS] + group) * channels * plane + column * geometry[STRIDE + 2]
+        sample, a = a // geometry.output.depth, a % geometry.output.depth
+        row = a * geometry.stride.depth * geometry.box.height + row * geometry.stride.height
+        start = row * geometry.box.width
+        start += (sample * geometry.groups + group) * channels * plane + column * geometry.stride.width
         for k in range(n):
-            starts[at + k] = start + k * geometry[STRIDE + 2]
+            starts[at + k] = start + k * geometry.stride.width
         at += n

@@ -1,17 +1,32 @@
-"""Places of the numbers in the `geometry` of a compiled convolution."""
+"""The numbers of a plan of a compiled convolution."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-# Three numbers each, one per spatial dimension.
-OUTPUT, SIZE, STRIDE, HEAD = 0, 3, 6, 9
-BOX = 12  # sizes of the box of a channel of X
-SAMPLES, GROUPS, FILTERS, CHANNELS, TAPS = range(15, 20)  # filters and channels are those of a group
-PLANE = 20  # elements of a box
-BOXES = 21  # number of channels that are copied; 0 if X itself serves as the boxes
-WIDTH, ROOM = 22, 23  # of a task: filters and positions, at most
-TOGETHER = 24  # channels whose products are added up at once
+from ortgrad.ops.conv._geometry import Spatial
+
+
+class Geometry(NamedTuple):
+    """The numbers that all tasks read."""
+
+    output: Spatial
+    size: Spatial
+    stride: Spatial
+    head: Spatial
+    box: Spatial  # sizes of the box of a channel of X
+    samples: int
+    groups: int
+    filters: int  # of a group
+    channels: int  # of a group
+    taps: int
+    plane: int  # elements of a box
+    boxes: int  # channels that are copied; 0 if X itself serves as the boxes
+    width: int  # of a task: filters, at most
+    room: int  # of a task: positions, at most
+    together: int  # channels whose products are added up at once
+
 
 # Activations.
 CLIP, LEAKY = 1, 2

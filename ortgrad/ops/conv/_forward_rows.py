@@ -16,17 +16,10 @@ from ortgrad.compiled.functions import (
     allocate_integers,
     release,
 )
+from ortgrad.operators.compiled import Integers
 from ortgrad.ops.conv._forward_geometry import (
-    BOX,
-    CHANNELS,
     CLIP,
-    FILTERS,
-    GROUPS,
-    OUTPUT,
-    PLANE,
-    ROOM,
-    TAPS,
-    TOGETHER,
+    Geometry,
 )
 from ortgrad.ops.conv._geometry import COLUMNS
 
@@ -38,22 +31,22 @@ def convolve_rows(
     z: np.ndarray,
     y: np.ndarray,
     boxes: np.ndarray,
-    geometry: np.ndarray,
-    steps: np.ndarray,
+    geometry: Geometry,
+    steps: Integers,
     activation: int,
     low: float,
     high: float,
 ) -> bool:
     """Compute all filters of a group at consecutive positions."""
-    filters, channels, taps = geometry[FILTERS], geometry[CHANNELS], geometry[TAPS]
-    plane, room, pitch = geometry[PLANE], geometry[ROOM], geometry[BOX + 2]
-    depth, height, width = geometry[OUTPUT], geometry[OUTPUT + 1], geometry[OUTPUT + 2]
+    filters, channels, taps = geometry.filters, geometry.channels, geometry.taps
+    plane, room, pitch = geometry.plane, geometry.room, geometry.box.width
+    depth, height, width = geometry.output.depth, geometry.output.height, geometry.output.width
     line = (height - 1) * pitch + width
     units = (line + room - 1) // room
     first, at = task % units * room, task // units
-    z_place, group, sample = at % depth, at // depth % geometry[GROUPS], at // depth // geometry[GROUPS]
+    z_place, group, sample = at % depth, at // depth % geometry.groups, at // depth // geometry.groups
     length = min(room, line - first)
-    together = geometry[TOGETHER]
+    together = geometry.together
     terms = together * taps
     sums = allocate(filters * room + TILE)
     integers = allocate_integers(terms + TILE_ROWS + 2)
@@ -65,8 +58,8 @@ def convolve_rows(
     shifts, bases = integers[terms:], integers[terms + 1 :]
     for k in range(terms):
         weights[k] = k
-    block = sample * geometry[GROUPS] + group
-    base = block * channels * plane + z_place * geometry[BOX + 1] * pitch + first
+    block = sample * geometry.groups + group
+    base = block * channels * plane + z_place * geometry.box.height * pitch + first
     outputs = depth * height * width
     c = 0
     while c < channels:

@@ -34,9 +34,10 @@ from ortgrad.compiled.functions import (
     transform,
     transpose,
 )
-from ortgrad.ops.conv._compiled_dw import aligned
+from ortgrad.ops._windows import Plane
 from ortgrad.ops.conv._forward_rows import add, finish
 from ortgrad.ops.conv._geometry import COLUMNS, TERMS
+from ortgrad.ops.conv._memory import aligned
 
 if TYPE_CHECKING:
     from ortgrad.ops._windows import Windows
@@ -46,37 +47,6 @@ if TYPE_CHECKING:
 # Numbers at which transforms are multiplied. Those of one vector are apart by a matrix and TILE elements: at
 # a distance of a multiple of 4096 bytes they would be in each other's place in the cache.
 POINTS = 16
-# Places of the numbers of a box: the sizes of the tensor and of its box, where the tensor begins in the box,
-# and how many rows of a sample's box a task fills, and how many tasks there are for a sample.
-(
-    BOX_SAMPLES,
-    BOX_CHANNELS,
-    BOX_SIZE,
-    BOX_HEIGHT,
-    BOX_WIDTH,
-    BOX_TOP,
-    BOX_LEFT,
-    BOX_ROWS,
-    BOX_TASKS,
-    BOX_FIELDS,
-) = (0, 1, 2, 4, 5, 6, 7, 8, 9, 10)
-# Places of the numbers of a convolution: the sizes of the result, the tiles of a task and the number of tasks
-# for all tiles, and the blocks of columns of a task. Then whether a task transforms the weights itself, and
-# how many channels at a time; how far apart the kernels of filters and of channels are; and whether kernels
-# are turned.
-(
-    OUTPUT,
-    FILTERS,
-    TILES,
-    UNITS,
-    BLOCKS,
-    OWN_WEIGHTS,
-    TOGETHER,
-    FILTER_STRIDE,
-    CHANNEL_STRIDE,
-    TURNED,
-    CONVOLUTION_FIELDS,
-) = (0, *range(2, 12))
 # Positions that a task copies into a box, about.
 _POSITIONS = 1024
 # Tiles of a task, about: their results fill squares that are transposed at once, their transforms should
@@ -95,6 +65,35 @@ _CHANNELS = 32
 def up(number: int, unit: int) -> int:
     """The next multiple of a unit."""
     return -(-number // unit) * unit
+
+
+class BoxGeometry(NamedTuple):
+    """The numbers of a box that kernels read."""
+
+    samples: int
+    channels: int
+    size: Plane  # of the tensor
+    height: int
+    width: int
+    top: int  # where the tensor begins in the box
+    left: int
+    rows: int  # of the box of a sample that a task fills
+    tasks: int  # for a sample
+
+
+class ConvolutionGeometry(NamedTuple):
+    """The numbers of a convolution that kernels read."""
+
+    output: Plane
+    filters: int
+    tiles: int  # of a task
+    units: int  # tasks for all tiles
+    blocks: int  # of columns, of a task
+    own_weights: bool  # whether a task transforms the weights itself
+    together: int  # channels that it transforms at once
+    filter_stride: int  # how far apart the kernels of filters and of channels are
+    channel_stride: int
+    turned: bool  # whether kernels are turned
 
 
 class Box(NamedTuple):
@@ -124,10 +123,12 @@ class Box(NamedTuple):
         return max(1, min(self.sizes[0], _POSITIONS // self.sizes[1]))
 
     @property
-    def numbers(self) -> list[int]:
-        """As the kernel sees it."""
-        sizes = (*self.size, *self.sizes, *self.origin)
-        return [self.samples, self.channels, *sizes, self._rows, self._pieces]
+    def geometry(self) -> BoxGeometry:
+        """The numbers that kernels read."""
+        size, top, left = Plane(*self.size), *self.origin
+        return BoxGeometry(
+            self.samples, self.channels, size, *self.sizes, top, left, self._rows, self._pieces
+        )
 
 
 class Convolution(NamedTuple):
@@ -180,14 +181,21 @@ class Convolution(NamedTuple):
         return 0 if self._own_weights else blocks * -(-self.box.channels // _CHANNELS)
 
     @property
-    def numbers(self) -> list[int]:
-        """As the kernel sees it."""
+    def geometry(self) -> ConvolutionGeometry:
+        """The numbers that kernels read."""
         own, channels = self._own_weights, self.box.channels
-        together = min(channels, _CHANNELS_OF_LARGE if own else TERMS)
-        strides = (1, self.filters) if self.turned else (channels, 1)
-        division = (self.tiles_of_task, self.units, self.blocks_of_task)
-        weights = (int(own), together, *strides, int(self.turned))
-        return [*self.outputs, self.filters, *division, *weights]
+        return ConvolutionGeometry(
+            output=Plane(*self.outputs),
+            filters=self.filters,
+            tiles=self.tiles_of_task,
+            units=self.units,
+            blocks=self.blocks_of_task,
+            own_weights=own,
+            together=min(channels, _CHANNELS_OF_LARGE if own else TERMS),
+            filter_stride=1 if self.turned else channels,
+            channel_stride=self.filters if self.turned else 1,
+            turned=self.turned,
+        )
 
 
 def fits(win: Windows, channels: int, filters: int) -> bool:
@@ -200,13 +208,13 @@ def fits(win: Windows, channels: int, filters: int) -> bool:
     )
 
 
-def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: np.ndarray) -> bool:
+def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: BoxGeometry) -> bool:
     """Copy some rows of a sample into its box."""
-    channels, height, width = box[BOX_CHANNELS], box[BOX_SIZE], box[BOX_SIZE + 1]
-    rows, pitch, top, left = box[BOX_HEIGHT], box[BOX_WIDTH], box[BOX_TOP], box[BOX_LEFT]
+    channels, height, width = box.channels, box.size.height, box.size.width
+    rows, pitch, top, left = box.height, box.width, box.top, box.left
     padded, plane = (channels + TILE - 1) // TILE * TILE, height * width
-    sample, first = task // box[BOX_TASKS], task % box[BOX_TASKS] * box[BOX_ROWS]
-    last = min(first + box[BOX_ROWS], rows)
+    sample, first = task // box.tasks, task % box.tasks * box.rows
+    last = min(first + box.rows, rows)
     places = allocate_integers(TILE)
     if len(places) == 0:
         return True
@@ -244,10 +252,10 @@ def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: np.ndarray)
 
 
 def transform_weights(
-    task: int, w: np.ndarray, memory: np.ndarray, channels: int, convolution: np.ndarray
+    task: int, w: np.ndarray, memory: np.ndarray, channels: int, convolution: ConvolutionGeometry
 ) -> bool:
     """Transform the weights of some channels for a block of columns, for the tasks that share them."""
-    filters = convolution[FILTERS]
+    filters = convolution.filters
     whole = (filters + TILE - 1) // TILE * TILE
     chunks = (channels + _CHANNELS - 1) // _CHANNELS
     block, first = task // chunks * COLUMNS, task % chunks * _CHANNELS
@@ -272,7 +280,7 @@ def _transform_block(
     columns: int,
     first: int,
     count: int,
-    convolution: np.ndarray,
+    convolution: ConvolutionGeometry,
 ) -> bool:
     """Transform the weights of a block of columns for some channels."""
     allocated = allocate(TILE * TILE + 2 * TILE)
@@ -280,13 +288,13 @@ def _transform_block(
         return True
     square = aligned(allocated)
     clear(square, 0, TILE * TILE + TILE)
-    stride, step = convolution[FILTER_STRIDE] * TAPS, convolution[CHANNEL_STRIDE] * TAPS
-    turned = convolution[TURNED] != 0
+    stride, step = convolution.filter_stride * TAPS, convolution.channel_stride * TAPS
+    turned = convolution.turned
     start, tap = (TAPS - 1) * TILE if turned else 0, -TILE if turned else TILE
     for m in range(0, columns, TILE):
         # The last filters are transposed with those before them. Columns that are for no filter get numbers
         # of others, and their sums are not used.
-        others = max(0, block + m + TILE - convolution[FILTERS])
+        others = max(0, block + m + TILE - convolution.filters)
         for c in range(count):
             source = (block + m - others) * stride + (first + c) * step
             if source + (TILE - 1) * stride + TILE <= len(w):
@@ -310,24 +318,24 @@ def convolve_tiles(
     b: np.ndarray,
     z: np.ndarray,
     y: np.ndarray,
-    box: np.ndarray,
-    convolution: np.ndarray,
+    box: BoxGeometry,
+    convolution: ConvolutionGeometry,
     activation: int,
     low: float,
     high: float,
 ) -> bool:
     """Compute some filters for some tiles; return whether there is no memory, or a result is not finite."""
-    channels, filters, most = box[BOX_CHANNELS], convolution[FILTERS], convolution[TILES]
+    channels, filters, most = box.channels, convolution.filters, convolution.tiles
     padded = (channels + TILE - 1) // TILE * TILE
-    height, width = convolution[OUTPUT], convolution[OUTPUT + 1]
+    height, width = convolution.output.height, convolution.output.width
     across = (width + 1) // 2
     of_sample = (height + 1) // 2 * across
-    first = task % convolution[UNITS] * most
-    count = min(most, box[BOX_SAMPLES] * of_sample - first)
+    first = task % convolution.units * most
+    count = min(most, box.samples * of_sample - first)
     rows, results = 2 * most, POINTS * (most * (padded + COLUMNS) + 2 * TILE)
     memory = allocate(results + (4 * COLUMNS + 1) * rows + TILE)
     integers = allocate_integers(2 * TERMS + most + 2 + 4 * most)
-    own, together = convolution[OWN_WEIGHTS] != 0, convolution[TOGETHER]
+    own, together = convolution.own_weights, convolution.together
     transformed = allocate((POINTS * (together * COLUMNS + TILE) if own else 0) + TILE)
     if len(memory) == 0 or len(integers) == 0 or len(transformed) == 0:
         release(memory)
@@ -348,8 +356,8 @@ def convolve_tiles(
     # Columns that are for no filter have a multiple of TILE as well.
     whole = (filters + TILE - 1) // TILE * TILE
     right, wrong = aligned(transformed if own else weights), False
-    begin = task // convolution[UNITS] * convolution[BLOCKS] * COLUMNS
-    for block in range(begin, min(whole, begin + convolution[BLOCKS] * COLUMNS), COLUMNS):
+    begin = task // convolution.units * convolution.blocks * COLUMNS
+    for block in range(begin, min(whole, begin + convolution.blocks * COLUMNS), COLUMNS):
         columns = min(COLUMNS, whole - block)
         for k in range(TERMS):
             places[k] = k * columns
@@ -432,14 +440,14 @@ def transform_tiles(
     boxes: np.ndarray,
     channel: int,
     channels: int,
-    box: np.ndarray,
-    convolution: np.ndarray,
+    box: BoxGeometry,
+    convolution: ConvolutionGeometry,
 ) -> None:
     """Transform what some tiles see of some channels, a multiple of TILE."""
-    padded = (box[BOX_CHANNELS] + TILE - 1) // TILE * TILE
-    rows, pitch = box[BOX_HEIGHT], box[BOX_WIDTH]
-    across = (convolution[OUTPUT + 1] + 1) // 2
-    down = (convolution[OUTPUT] + 1) // 2
+    padded = (box.channels + TILE - 1) // TILE * TILE
+    rows, pitch = box.height, box.width
+    across = (convolution.output.width + 1) // 2
+    down = (convolution.output.height + 1) // 2
     for t in range(count):
         line, k = (first + t) // across, (first + t) % across
         sample, i = line // down, line % down

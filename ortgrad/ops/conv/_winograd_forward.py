@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ortgrad.operators.compiled import Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._windows import windows
 from ortgrad.ops.conv._forward_geometry import activation_numbers
 from ortgrad.ops.conv._winograd import (
-    BOX_CHANNELS,
-    BOX_FIELDS,
-    BOX_SAMPLES,
-    BOX_TASKS,
     Box,
+    BoxGeometry,
     Convolution,
+    ConvolutionGeometry,
     convolve_tiles,
     fill_box,
     fits,
@@ -25,6 +24,13 @@ from ortgrad.ops.conv._winograd import (
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
+
+
+class Geometry(NamedTuple):
+    """The numbers that all tasks read."""
+
+    box: BoxGeometry
+    convolution: ConvolutionGeometry
 
 
 def plan(
@@ -54,7 +60,7 @@ def plan(
         tasks=(box.tasks + convolution.weight_tasks, convolution.tasks),
         views=[(0,) if shape is None else (math.prod(shape),) for shape in (x, w, b, z, y)],
         numbers={
-            "geometry": [*box.numbers, *convolution.numbers],
+            "geometry": numbers_of(Geometry(box.geometry, convolution.geometry)),
             **activation_numbers(activation, alpha, beta),
         },
         work=math.prod(y) * w[1],
@@ -63,40 +69,29 @@ def plan(
 
 
 def prepare(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    b: np.ndarray,
-    z: np.ndarray,
-    y: np.ndarray,
-    boxes: np.ndarray,
-    weights: np.ndarray,
-    geometry: np.ndarray,
-    activation: int,
-    low: float,
-    high: float,
+    task: int, x: np.ndarray, w: np.ndarray, boxes: np.ndarray, weights: np.ndarray, geometry: Geometry
 ) -> bool:
     """Copy rows of X into a box, or transform the weights of some filters."""
-    tasks = geometry[BOX_SAMPLES] * geometry[BOX_TASKS]
+    tasks = geometry.box.samples * geometry.box.tasks
     if task < tasks:
-        return fill_box(task, x, boxes, geometry[:BOX_FIELDS])
-    return transform_weights(task - tasks, w, weights, geometry[BOX_CHANNELS], geometry[BOX_FIELDS:])
+        return fill_box(task, x, boxes, geometry.box)
+    return transform_weights(task - tasks, w, weights, geometry.box.channels, geometry.convolution)
 
 
 def convolve(
     task: int,
-    x: np.ndarray,
     w: np.ndarray,
     b: np.ndarray,
     z: np.ndarray,
     y: np.ndarray,
     boxes: np.ndarray,
     weights: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
     activation: int,
     low: float,
     high: float,
 ) -> bool:
     """Compute some filters for some tiles."""
-    box, convolution = geometry[:BOX_FIELDS], geometry[BOX_FIELDS:]
-    return convolve_tiles(task, boxes, w, weights, b, z, y, box, convolution, activation, low, high)
+    return convolve_tiles(
+        task, boxes, w, weights, b, z, y, geometry.box, geometry.convolution, activation, low, high
+    )

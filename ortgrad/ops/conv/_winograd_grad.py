@@ -7,7 +7,7 @@ dX is a convolution of dY with the turned weights. dW is one of X whose kernels 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,23 +24,18 @@ from ortgrad.compiled.functions import (
     transpose,
 )
 from ortgrad.operators.compiled import Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._windows import windows
-from ortgrad.ops.conv._compiled_dw import aligned, sum_of_filter
+from ortgrad.ops.conv._compiled_dw import sum_of_filter
 from ortgrad.ops.conv._geometry import COLUMNS
+from ortgrad.ops.conv._memory import aligned
 from ortgrad.ops.conv._winograd import (
-    BOX_CHANNELS,
-    BOX_FIELDS,
-    BOX_HEIGHT,
-    BOX_LEFT,
-    BOX_SAMPLES,
-    BOX_SIZE,
-    BOX_TOP,
-    BOX_WIDTH,
-    CONVOLUTION_FIELDS,
     POINTS,
     TAPS,
     Box,
+    BoxGeometry,
     Convolution,
+    ConvolutionGeometry,
     are_finite,
     convolve_tiles,
     fill_box,
@@ -53,20 +48,28 @@ from ortgrad.ops.conv._winograd import (
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
 
-# Places of the numbers of dW: channels of a task, parts into which tiles are divided, and tiles of a part.
-CHANNELS, PARTS, PART = range(3)
-# Places in the geometry: the boxes of dY and X, the convolutions of both, the numbers of dW, and how many
-# tasks of each kind there are.
-_DY, _X = 0, BOX_FIELDS
-_DX = 2 * BOX_FIELDS
-_DW = _DX + 2 * CONVOLUTION_FIELDS
-_DY_BOXES, _X_BOXES, _DX_TASKS, _DW_TASKS = range(_DW + 3, _DW + 7)
 # Tiles whose products are added up at once.
 _TOGETHER = 64
 # Channels of a task, at most.
 _MOST_CHANNELS = 96
 # As many tasks as keep several threads busy, if each has enough tiles.
 _TASKS, _FEWEST_TILES = 8, 128
+
+
+class Geometry(NamedTuple):
+    """The numbers that all tasks read."""
+
+    dy: BoxGeometry
+    x: BoxGeometry
+    of_dx: ConvolutionGeometry
+    of_dw: ConvolutionGeometry
+    channels: int  # of a task for dW
+    parts: int  # into which tiles are divided for dW
+    part: int  # tiles of a part
+    dy_boxes: int  # tasks of each kind
+    x_boxes: int
+    dx_tasks: int
+    dw_tasks: int
 
 
 def plan(
@@ -99,6 +102,19 @@ def plan(
     dx_tasks = of_dx.tasks if dx else 0
     dw_tasks = blocks * filters * parts if dw else 0
     boxes = dy_box.tasks if dx or dw else 0, x_box.tasks if dw else 0
+    geometry = Geometry(
+        dy=dy_box.geometry,
+        x=x_box.geometry,
+        of_dx=of_dx.geometry,
+        of_dw=of_dw.geometry,
+        channels=channels,
+        parts=parts,
+        part=part,
+        dy_boxes=boxes[0],
+        x_boxes=boxes[1],
+        dx_tasks=dx_tasks,
+        dw_tasks=dw_tasks,
+    )
     flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(
@@ -107,12 +123,7 @@ def plan(
             -(-w[0] // TILE) * -(-w[1] // TILE) if shared else 0,
         ),
         views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
-        numbers={
-            "geometry": [
-                *(*dy_box.numbers, *x_box.numbers, *of_dx.numbers, *of_dw.numbers),
-                *(channels, parts, part, *boxes, dx_tasks, dw_tasks),
-            ]
-        },
+        numbers={"geometry": numbers_of(geometry)},
         work=math.prod(dy) * w[1] * 2,
         scratch=[
             (dy_box.elements if dx or dw else 0,),
@@ -128,29 +139,24 @@ def prepare(
     dy: np.ndarray,
     x: np.ndarray,
     w: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
     dy_boxes: np.ndarray,
     x_boxes: np.ndarray,
     weights: np.ndarray,
-    sums: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Copy rows of dY or X into a box, or transform the weights of a filter."""
-    if task < geometry[_DY_BOXES]:
-        return fill_box(task, dy, dy_boxes, geometry[_DY:])
-    task -= geometry[_DY_BOXES]
-    if task < geometry[_X_BOXES]:
-        return fill_box(task, x, x_boxes, geometry[_X:])
-    task -= geometry[_X_BOXES]
-    return transform_weights(task, w, weights, geometry[_DY + BOX_CHANNELS], geometry[_DX:])
+    if task < geometry.dy_boxes:
+        return fill_box(task, dy, dy_boxes, geometry.dy)
+    task -= geometry.dy_boxes
+    if task < geometry.x_boxes:
+        return fill_box(task, x, x_boxes, geometry.x)
+    task -= geometry.x_boxes
+    return transform_weights(task, w, weights, geometry.dy.channels, geometry.of_dx)
 
 
 def differentiate(
     task: int,
     dy: np.ndarray,
-    x: np.ndarray,
     w: np.ndarray,
     dx: np.ndarray,
     dw: np.ndarray,
@@ -159,20 +165,19 @@ def differentiate(
     x_boxes: np.ndarray,
     weights: np.ndarray,
     sums: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Compute dX of some channels for some tiles, sums for dW over some tiles, or dB of a filter."""
-    if task < geometry[_DX_TASKS]:
+    if task < geometry.dx_tasks:
         nothing = dx[:0]
-        of_dx = geometry[_DX:]
         return convolve_tiles(
-            task, dy_boxes, w, weights, nothing, nothing, dx, geometry[_DY:], of_dx, 0, 0.0, 0.0
+            task, dy_boxes, w, weights, nothing, nothing, dx, geometry.dy, geometry.of_dx, 0, 0.0, 0.0
         )
-    task -= geometry[_DX_TASKS]
-    if task < geometry[_DW_TASKS]:
+    task -= geometry.dx_tasks
+    if task < geometry.dw_tasks:
         return _add_tiles(task, dy_boxes, x_boxes, dw, sums, geometry)
-    task -= geometry[_DW_TASKS]
-    db[task] = sum_of_filter(task, dy, geometry[_DY + BOX_SAMPLES], geometry[_DY + BOX_CHANNELS])
+    task -= geometry.dw_tasks
+    db[task] = sum_of_filter(task, dy, geometry.dy.samples, geometry.dy.channels)
     return False
 
 
@@ -182,20 +187,21 @@ def _add_tiles(
     x_boxes: np.ndarray,
     dw: np.ndarray,
     shared: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Add up products of some channels and filters over a part of the tiles; for all tiles, compute dW."""
-    dy_box, x_box, of_dw = geometry[_DY:], geometry[_X:], geometry[_DX + CONVOLUTION_FIELDS :]
-    channels, filters = x_box[BOX_CHANNELS], dy_box[BOX_CHANNELS]
+    dy_box: BoxGeometry = geometry.dy
+    x_box: BoxGeometry = geometry.x
+    channels, filters = x_box.channels, dy_box.channels
     padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
-    most, parts, length = geometry[_DW + CHANNELS], geometry[_DW + PARTS], geometry[_DW + PART]
+    most, parts, length = geometry.channels, geometry.parts, geometry.part
     blocks = (whole + COLUMNS - 1) // COLUMNS
     part, block, first = task % parts, task // parts % blocks * COLUMNS, task // parts // blocks * most
     columns, count = min(COLUMNS, whole - block), min(most, padded - first)
     rows = min(count, channels - first)
-    height, width = dy_box[BOX_SIZE], dy_box[BOX_SIZE + 1]
+    height, width = dy_box.size.height, dy_box.size.width
     down, across = (height + 1) // 2, (width + 1) // 2
-    tile, end = part * length, min((part + 1) * length, dy_box[BOX_SAMPLES] * down * across)
+    tile, end = part * length, min((part + 1) * length, dy_box.samples * down * across)
     memory = allocate(POINTS * (_TOGETHER * (count + columns) + 2 * TILE) + TILE)
     integers = allocate_integers(2 * _TOGETHER + rows + 2)
     own = allocate((POINTS * (count * columns + TILE) if parts == 1 else 0) + TILE)
@@ -213,17 +219,17 @@ def _add_tiles(
     for i in range(rows):
         starts[i] = i
     gradients, values = aligned(dy_boxes), aligned(x_boxes)
-    pitch = dy_box[BOX_WIDTH] * whole
+    pitch = dy_box.width * whole
     into = 0 if parts == 1 else _sums_of(part, block, first, columns, padded, whole, most)
     sums = aligned(own) if parts == 1 else shared
     fresh = True
     while tile < end:
         used = min(_TOGETHER, end - tile)
-        transform_tiles(left, tile, used, _TOGETHER, values, first, count, x_box, of_dw)
+        transform_tiles(left, tile, used, _TOGETHER, values, first, count, x_box, geometry.of_dw)
         for t in range(used):
             line, k = (tile + t) // across, (tile + t) % across
-            row = line // down * dy_box[BOX_HEIGHT] + dy_box[BOX_TOP] + line % down * 2
-            place = (row * dy_box[BOX_WIDTH] + dy_box[BOX_LEFT] + 2 * k) * whole + block
+            row = line // down * dy_box.height + dy_box.top + line % down * 2
+            place = (row * dy_box.width + dy_box.left + 2 * k) * whole + block
             step = _TOGETHER * columns + TILE
             vectors = columns // TILE
             transform(OF_TWO, right, t * columns, 4 * step, step, gradients, place, pitch, whole, vectors)
@@ -266,24 +272,11 @@ def _sums_of(part: int, block: int, first: int, columns: int, padded: int, whole
     return POINTS * (part * padded * whole + block * padded + first * columns + number * TILE)
 
 
-def finish_weights(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
-    dy_boxes: np.ndarray,
-    x_boxes: np.ndarray,
-    weights: np.ndarray,
-    sums: np.ndarray,
-    geometry: np.ndarray,
-) -> bool:
+def finish_weights(task: int, dw: np.ndarray, sums: np.ndarray, geometry: Geometry) -> bool:
     """Compute dW of up to TILE filters for up to TILE channels from the sums of all parts."""
-    channels, filters = geometry[_X + BOX_CHANNELS], geometry[_DY + BOX_CHANNELS]
+    channels, filters = geometry.x.channels, geometry.dy.channels
     padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
-    most, parts = geometry[_DW + CHANNELS], geometry[_DW + PARTS]
+    most, parts = geometry.channels, geometry.parts
     m, c = task % (whole // TILE) * TILE, task // (whole // TILE) * TILE
     block, first = m // COLUMNS * COLUMNS, c // most * most
     columns, count = min(COLUMNS, whole - block), min(most, padded - first)

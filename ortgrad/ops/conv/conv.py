@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import AUTO_PADS, per_dimension, spatial
 from ortgrad.ops.conv import _body, _body_form, _compiled, _numpy
@@ -61,8 +62,8 @@ def _is_fastest(dy: Known, x: Known, w: Known, *, group: int, **attributes: Any)
 
 
 conv_grad.compiled(
-    views=[1] * 6,
-    scratch=[1] * 4,
+    views=vectors("dy x w dx dw db"),
+    scratch=vectors("dy_boxes x_boxes turned memory"),
     plan=_compiled.plan,
     first=_compiled.prepare,
     auto=_is_fastest,

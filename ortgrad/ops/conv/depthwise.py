@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
 from ortgrad.ops._windows import spatial, windows
 from ortgrad.ops.conv import _body, _depthwise, _numpy
@@ -30,8 +31,8 @@ def depthwise_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndar
 
 depthwise_conv_grad.onnx(_body.conv_grad_body)
 depthwise_conv_grad.compiled(
-    views=[1] * 6,
-    scratch=[3],
+    views=vectors("dy x w dx dw db"),
+    scratch={"partial": 3},
     plan=_depthwise.plan_grad,
     first=_depthwise.differentiate_strip,
 )(_depthwise.add_strips)
@@ -97,4 +98,4 @@ def depthwise_conv_body(
     return op.Conv(x, w, b, **attributes)
 
 
-depthwise_conv.compiled(views=[1] * 4, plan=_depthwise.plan)(_depthwise.convolve_strip)
+depthwise_conv.compiled(views=vectors("x w b y"), plan=_depthwise.plan)(_depthwise.convolve_strip)

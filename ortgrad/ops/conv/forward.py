@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
+from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import spatial, windows
 from ortgrad.ops.conv import _forward
@@ -158,6 +159,9 @@ def dense_conv_body(
     return op.Clip(y, op.number(alpha, y), op.number(beta, y)) if activation == "Clip" else y
 
 
-dense_conv.compiled(views=[1] * 5, scratch=[1, 1], plan=_forward.plan, first=_forward.prepare)(
-    _forward.convolve_positions
-)
+dense_conv.compiled(
+    views=vectors("x w b z y"),
+    scratch=vectors("boxes turned"),
+    plan=_forward.plan,
+    first=_forward.prepare,
+)(_forward.convolve_positions)

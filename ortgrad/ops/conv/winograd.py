@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
+from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import operator
 from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad, conv, forward
 
@@ -51,7 +52,10 @@ def winograd_conv(*arrays: np.ndarray | None, **attributes: Any) -> np.ndarray:
 
 winograd_conv.onnx(forward.dense_conv_body)
 winograd_conv.compiled(
-    views=[1] * 5, scratch=[1, 1], plan=_winograd_forward.plan, first=_winograd_forward.prepare
+    views=vectors("x w b z y"),
+    scratch=vectors("boxes weights"),
+    plan=_winograd_forward.plan,
+    first=_winograd_forward.prepare,
 )(_winograd_forward.convolve)
 
 
@@ -63,8 +67,8 @@ def winograd_conv_grad(*arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarr
 
 winograd_conv_grad.onnx(_body.conv_grad_body)
 winograd_conv_grad.compiled(
-    views=[1] * 6,
-    scratch=[1] * 4,
+    views=vectors("dy x w dx dw db"),
+    scratch=vectors("dy_boxes x_boxes weights sums"),
     plan=_winograd_grad.plan,
     first=_winograd_grad.prepare,
     last=_winograd_grad.finish_weights,

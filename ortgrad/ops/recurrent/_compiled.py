@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,14 +31,31 @@ _FEW, _LARGE = 4, 128
 COLUMNS = 64
 _TERMS = 128
 
-# Places in `geometry`.
-STEPS, BATCH, HIDDEN, DIRECTIONS, REVERSE, ROWS = range(6)
-# Distances of steps, directions and rows of the batch: in X W^T and the gradient of it, which have all gates
-# of both directions in a row; in the states of all steps and their gates; in single states (no steps); and in
-# matrices that have one direction after the other.
-TABLES, STATES, SINGLE, SEPARATE = 6, 9, 12, 15
-# The size of the inputs, the number of tasks for dW and dR, and linear_before_reset.
-INPUTS, PIECES, LINEAR = 18, 19, 20
+
+class Strides(NamedTuple):
+    """The distances of steps, directions and rows of the batch in a tensor, in rows."""
+
+    step: int
+    direction: int
+    row: int
+
+
+class Geometry(NamedTuple):
+    """The numbers that all tasks of a kernel read."""
+
+    steps: int
+    batch: int
+    hidden: int
+    directions: int
+    reverse: bool
+    rows: int  # of the batch, of a task
+    table: Strides  # X W^T and the gradient of it, which have all gates of both directions in a row
+    states: Strides  # the states of all steps, and their gates
+    single: Strides  # single states, without steps
+    separate: Strides  # matrices that have one direction after the other
+    inputs: int
+    pieces: int  # tasks for dW and dR
+    linear: bool  # linear_before_reset
 
 
 def is_supported(cell: Cell, *absent: Sequence[int | None] | None) -> bool:
@@ -55,19 +72,30 @@ def pays(x: Sequence[int | None] | None, r: Sequence[int | None] | None) -> bool
     return math.prod(n or 0 for n in x[:2]) >= _FEW or (r[-1] or 0) < _LARGE
 
 
-def geometry(cell: Cell, x: Sizes, hidden: int, pieces: int = 0, linear: int = 0) -> list[int]:
-    """Return the numbers that all tasks of a kernel read."""
+def geometry(cell: Cell, x: Sizes, hidden: int, pieces: int = 0, linear: bool = False) -> Geometry:
     directions = len(cell.reverse)
     batch, steps = (x[0], x[1]) if cell.batch_first else (x[1], x[0])
     if cell.batch_first:
-        table = states = directions, 1, steps * directions
-        single, separate = (0, 1, directions), (1, steps * batch, steps)
+        table = states = Strides(directions, 1, steps * directions)
+        single, separate = Strides(0, 1, directions), Strides(1, steps * batch, steps)
     else:
-        table, states = (batch * directions, 1, directions), (directions * batch, batch, 1)
-        single, separate = (0, batch, 1), (batch, steps * batch, 1)
-    reverse = int(cell.reverse[0])
-    sizes = steps, batch, hidden, directions, reverse, min(_ROWS, batch)
-    return [*sizes, *table, *states, *single, *separate, x[2], pieces, linear]
+        table, states = Strides(batch * directions, 1, directions), Strides(directions * batch, batch, 1)
+        single, separate = Strides(0, batch, 1), Strides(batch, steps * batch, 1)
+    return Geometry(
+        steps=steps,
+        batch=batch,
+        hidden=hidden,
+        directions=directions,
+        reverse=cell.reverse[0],
+        rows=min(_ROWS, batch),
+        table=table,
+        states=states,
+        single=single,
+        separate=separate,
+        inputs=x[2],
+        pieces=pieces,
+        linear=linear,
+    )
 
 
 def task_count(x: Sizes, cell: Cell) -> int:
@@ -103,9 +131,9 @@ def input_gradient(table: str, x: Sizes, w: Sizes, dx: Any) -> list[Product]:
     return [] if dx is None else [product]
 
 
-def distance(geometry: np.ndarray, kind: int, t: int, d: int, n: int) -> int:
-    """Return the number of a row in a kind of tensor, for a step, a direction and a row of the batch."""
-    return t * geometry[kind] + d * geometry[kind + 1] + n * geometry[kind + 2]
+def distance(strides: Strides, t: int, d: int, n: int) -> int:
+    """Return the number of a row in a tensor, for a step, a direction and a row of the batch."""
+    return t * strides.step + d * strides.direction + n * strides.row
 
 
 def pack_transposed(panel: np.ndarray, matrix: np.ndarray, first: int, terms: int, count: int) -> None:
@@ -153,7 +181,7 @@ def multiply_transposed(
     da: np.ndarray,
     stride: int,
     count: int,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Multiply some columns of da, transposed, with X and with states, which are in panels.
 
@@ -161,7 +189,7 @@ def multiply_transposed(
 
     and in the same way dr, unless they are empty. Returns whether there is not enough memory.
     """
-    rows, size, hidden = geometry[STEPS] * geometry[BATCH], geometry[INPUTS], geometry[HIDDEN]
+    rows, size, hidden = geometry.steps * geometry.batch, geometry.inputs, geometry.hidden
     width = (size + PANEL - 1) // PANEL * PANEL if len(dw) > 0 else 0
     state_width = (hidden + PANEL - 1) // PANEL * PANEL if len(dr) > 0 else 0
     memory = allocate(count * (_TERMS + width + state_width))
@@ -193,9 +221,9 @@ def multiply_transposed(
     return False
 
 
-def pack_inputs(number: int, x: np.ndarray, inputs: np.ndarray, geometry: np.ndarray) -> None:
+def pack_inputs(number: int, x: np.ndarray, inputs: np.ndarray, geometry: Geometry) -> None:
     """Copy some columns of X into a panel."""
-    size, rows = geometry[INPUTS], geometry[STEPS] * geometry[BATCH]
+    size, rows = geometry.inputs, geometry.steps * geometry.batch
     panel = inputs[number * rows * PANEL : (number + 1) * rows * PANEL]
     pack(panel, x, number * PANEL, size, rows, min(PANEL, size - number * PANEL))
 

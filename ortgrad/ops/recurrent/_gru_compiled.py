@@ -9,22 +9,11 @@ import numpy as np
 from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release
 from ortgrad.compiled.mathematics import sigmoid, tanh
 from ortgrad.operators.compiled import Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._compiled import (
-    BATCH,
     COLUMNS,
-    DIRECTIONS,
-    HIDDEN,
-    INPUTS,
-    LINEAR,
-    PIECES,
-    REVERSE,
-    ROWS,
-    SEPARATE,
-    SINGLE,
-    STATES,
-    STEPS,
-    TABLES,
+    Geometry,
     add,
     distance,
     fill,
@@ -46,41 +35,27 @@ def forward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, 
     directions, columns, hidden = r
     if not shared.is_supported(cell, lengths) or not columns * x[0] * x[1] * x[2]:
         return None
-    count, linear = _panels(hidden, cell.linear_before_reset), int(cell.linear_before_reset != 0)
+    count, linear = _panels(hidden, cell.linear_before_reset), cell.linear_before_reset != 0
     return Plan(
         tasks=(directions * count, shared.task_count(x, cell)),
         views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden, linear=linear)},
+        numbers={"geometry": numbers_of(shared.geometry(cell, x, hidden, linear=linear))},
         work=x[0] * x[1] * directions * columns * hidden // 8,
         scratch=[(x[0] * x[1] * directions * columns,), (directions * count * PANEL * hidden,)],
         before=shared.projection(x, w),
     )
 
 
-def _panels(hidden: int, linear: int) -> int:
+def _panels(hidden: int, linear: bool) -> int:
     """Return the number of panels of R^T: those of all gates, or of z and r and then of h."""
     if linear:
         return (3 * hidden + PANEL - 1) // PANEL
     return (2 * hidden + PANEL - 1) // PANEL + (hidden + PANEL - 1) // PANEL
 
 
-def gru_panels(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    b: np.ndarray,
-    lengths: np.ndarray,
-    h0: np.ndarray,
-    hall: np.ndarray,
-    hfinal: np.ndarray,
-    zrh: np.ndarray,
-    weighted: np.ndarray,
-    packed: np.ndarray,
-    geometry: np.ndarray,
-) -> None:
+def gru_panels(task: int, r: np.ndarray, packed: np.ndarray, geometry: Geometry) -> None:
     """Copy some rows of R into a panel of R^T."""
-    hidden, linear = geometry[HIDDEN], geometry[LINEAR]
+    hidden, linear = geometry.hidden, geometry.linear
     count, of_zr = _panels(hidden, linear), (2 * hidden + PANEL - 1) // PANEL
     d, number = task // count, task % count
     first, end = number * PANEL, 3 * hidden
@@ -94,24 +69,20 @@ def gru_panels(
 
 def gru_steps(
     task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
     b: np.ndarray,
-    lengths: np.ndarray,
     h0: np.ndarray,
     hall: np.ndarray,
     hfinal: np.ndarray,
     zrh: np.ndarray,
     weighted: np.ndarray,
     packed: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Take some rows of the batch through all steps."""
-    steps, batch, hidden, rows = geometry[STEPS], geometry[BATCH], geometry[HIDDEN], geometry[ROWS]
-    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry[LINEAR]
+    steps, batch, hidden, rows = geometry.steps, geometry.batch, geometry.hidden, geometry.rows
+    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry.linear
     d, first = task // blocks, task % blocks * rows
-    reverse, count = d == 1 or geometry[REVERSE] == 1, min(rows, batch - first)
+    reverse, count = d == 1 or geometry.reverse == 1, min(rows, batch - first)
     stride = _panels(hidden, linear) * PANEL
     # Where the product for h is.
     of_h = 2 * hidden if linear else (2 * hidden + PANEL - 1) // PANEL * PANEL
@@ -132,16 +103,16 @@ def gru_steps(
         add(late if linear else bias[2 * hidden :], recurrent[2 * hidden :])
     if len(h0) > 0:
         for i in range(count):
-            place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+            place = distance(geometry.single, 0, d, first + i) * hidden
             copy_row(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
     panels = packed[d * stride * hidden : (d + 1) * stride * hidden]
     for step in range(steps):
         t = steps - 1 - step if reverse else step
         multiply(sums, stride, states, hidden, panels if linear else panels[: of_h * hidden], hidden, count)
         for i in range(count):
-            place = distance(geometry, TABLES, t, d, first + i) * columns
+            place = distance(geometry.table, t, d, first + i) * columns
             a, recurrent = weighted[place : place + columns], sums[i * stride : (i + 1) * stride]
-            saved = distance(geometry, STATES, t, d, first + i)
+            saved = distance(geometry.states, t, d, first + i)
             gates = unsaved[i * columns : (i + 1) * columns]
             if len(zrh) > 0:
                 gates = zrh[saved * columns : (saved + 1) * columns]
@@ -159,12 +130,12 @@ def gru_steps(
         if not linear:
             multiply(sums[of_h:], stride, products, hidden, panels[of_h * hidden :], hidden, count)
         for i in range(count):
-            saved = distance(geometry, STATES, t, d, first + i)
+            saved = distance(geometry.states, t, d, first + i)
             gates = unsaved[i * columns : (i + 1) * columns]
             if len(zrh) > 0:
                 gates = zrh[saved * columns : (saved + 1) * columns]
             if not linear:
-                place = distance(geometry, TABLES, t, d, first + i) * columns
+                place = distance(geometry.table, t, d, first + i) * columns
                 a, recurrent = weighted[place : place + columns], sums[i * stride : (i + 1) * stride]
                 _tanh_of_sum(
                     gates[2 * hidden :], a[2 * hidden :], recurrent[of_h:], bias[2 * hidden : columns]
@@ -175,7 +146,7 @@ def gru_steps(
                 copy_row(hall[saved * hidden : (saved + 1) * hidden], state)
     if len(hfinal) > 0:
         for i in range(count):
-            place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+            place = distance(geometry.single, 0, d, first + i) * hidden
             copy_row(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
     release(memory)
     return False
@@ -207,7 +178,7 @@ def backward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any,
     """Return the plan of GRUGrad; None if the kernel does not support the case."""
     dx, dw, dr, db = others[-5:-1]
     directions, columns, hidden = r
-    rows, linear = x[0] * x[1], int(cell.linear_before_reset != 0)
+    rows, linear = x[0] * x[1], cell.linear_before_reset != 0
     if not shared.is_supported(cell, lengths) or not columns * rows * x[2]:
         return None
     panels, of_inputs, size = shared.panels(hidden), shared.panels(x[2]), rows * directions * hidden
@@ -220,7 +191,7 @@ def backward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any,
             pieces + (0 if db is None else directions * -(-columns // SUMS)),
         ),
         views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden, pieces, linear)},
+        numbers={"geometry": numbers_of(shared.geometry(cell, x, hidden, pieces, linear))},
         work=x[0] * x[1] * directions * columns * hidden // 8,
         scratch=[
             # Of R, which has all gates as terms; and of Rh^T, if linear.
@@ -241,35 +212,13 @@ def _pieces(hidden: int) -> int:
 
 
 def gru_grad_panels(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    b: np.ndarray,
-    lengths: np.ndarray,
-    h0: np.ndarray,
-    hall: np.ndarray,
-    zrh: np.ndarray,
-    dhall: np.ndarray,
-    dhfinal: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    dr: np.ndarray,
-    db: np.ndarray,
-    dh0: np.ndarray,
-    packed: np.ndarray,
-    inputs: np.ndarray,
-    da: np.ndarray,
-    table: np.ndarray,
-    previous: np.ndarray,
-    reset: np.ndarray,
-    geometry: np.ndarray,
+    task: int, x: np.ndarray, r: np.ndarray, packed: np.ndarray, inputs: np.ndarray, geometry: Geometry
 ) -> None:
     """Copy some columns of R or X, or some rows of Rh, into a panel."""
-    hidden, linear = geometry[HIDDEN], geometry[LINEAR]
+    hidden, linear = geometry.hidden, geometry.linear
     count = (hidden + PANEL - 1) // PANEL
-    if task >= geometry[DIRECTIONS] * count * 2:
-        pack_inputs(task - geometry[DIRECTIONS] * count * 2, x, inputs, geometry)
+    if task >= geometry.directions * count * 2:
+        pack_inputs(task - geometry.directions * count * 2, x, inputs, geometry)
         return
     second, d, column = task % 2, task // 2 // count, task // 2 % count * PANEL
     size, width = hidden * PANEL, min(PANEL, hidden - column)
@@ -290,35 +239,26 @@ def gru_grad_panels(
 
 def gru_grad_steps(
     task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
     b: np.ndarray,
-    lengths: np.ndarray,
     h0: np.ndarray,
     hall: np.ndarray,
     zrh: np.ndarray,
     dhall: np.ndarray,
     dhfinal: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    dr: np.ndarray,
-    db: np.ndarray,
     dh0: np.ndarray,
     packed: np.ndarray,
-    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
     reset: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Take the gradients of some rows of the batch back through all steps."""
-    steps, batch, hidden, rows = geometry[STEPS], geometry[BATCH], geometry[HIDDEN], geometry[ROWS]
-    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry[LINEAR]
+    steps, batch, hidden, rows = geometry.steps, geometry.batch, geometry.hidden, geometry.rows
+    blocks, columns, linear = (batch + rows - 1) // rows, 3 * hidden, geometry.linear
     d, first = task // blocks, task % blocks * rows
-    reverse, count = d == 1 or geometry[REVERSE] == 1, min(rows, batch - first)
-    stride, between = (hidden + PANEL - 1) // PANEL * PANEL, geometry[SEPARATE + 2]
+    reverse, count = d == 1 or geometry.reverse == 1, min(rows, batch - first)
+    stride, between = (hidden + PANEL - 1) // PANEL * PANEL, geometry.separate.row
     memory = allocate(count * (2 * stride + 3 * hidden) + hidden)
     if len(memory) == 0:
         return True
@@ -331,7 +271,7 @@ def gru_grad_steps(
         copy_row(late, b[(d * 2 + 2) * columns - hidden : (d * 2 + 2) * columns])
     if len(dhfinal) > 0:
         for i in range(count):
-            place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+            place = distance(geometry.single, 0, d, first + i) * hidden
             copy_row(d_states[i * hidden : (i + 1) * hidden], dhfinal[place : place + hidden])
     size, split = stride * hidden * (4 if linear else 3), stride * hidden * (3 if linear else 2)
     panels = packed[d * size : (d + 1) * size]
@@ -349,21 +289,21 @@ def gru_grad_steps(
         for i in range(count):
             old = olds[i * hidden : (i + 1) * hidden]
             if not start:
-                saved = distance(geometry, STATES, t, d, first + i)
-                before = saved + (geometry[STATES] if reverse else -geometry[STATES])
+                saved = distance(geometry.states, t, d, first + i)
+                before = saved + (geometry.states.step if reverse else -geometry.states.step)
                 copy_row(old, hall[before * hidden : (before + 1) * hidden])
             elif len(h0) > 0:
-                initial = distance(geometry, SINGLE, 0, d, first + i) * hidden
+                initial = distance(geometry.single, 0, d, first + i) * hidden
                 copy_row(old, h0[initial : initial + hidden])
             else:
                 fill(old, 0.0)
-        in_own = distance(geometry, SEPARATE, t, 0, first)
+        in_own = distance(geometry.separate, t, 0, first)
         if linear:
             # q, without its bias
             multiply(inner, stride, olds, hidden, panels[split:], hidden, count)
         for i in range(count):
-            saved = distance(geometry, STATES, t, d, first + i)
-            row = distance(geometry, TABLES, t, d, first + i)
+            saved = distance(geometry.states, t, d, first + i)
+            row = distance(geometry.table, t, d, first + i)
             gates = zrh[saved * columns : (saved + 1) * columns]
             to = table[row * columns : (row + 1) * columns]
             z, r_gate, h = gates[:hidden], gates[hidden : 2 * hidden], gates[2 * hidden :]
@@ -392,11 +332,11 @@ def gru_grad_steps(
             # dah Rh
             multiply(inner, stride, own_h[in_own * hidden :], between * hidden, panels[split:], hidden, count)
             for i in range(count):
-                saved = distance(geometry, STATES, t, d, first + i)
+                saved = distance(geometry.states, t, d, first + i)
                 r_gate = zrh[saved * columns + hidden : saved * columns + 2 * hidden]
                 through, dh = inner[i * stride : i * stride + hidden], d_states[i * hidden : (i + 1) * hidden]
                 old = olds[i * hidden : (i + 1) * hidden]
-                row = distance(geometry, TABLES, t, d, first + i)
+                row = distance(geometry.table, t, d, first + i)
                 dar = table[row * columns + hidden : row * columns + 2 * hidden]
                 # The late bias is zero.
                 _d_reset(dar, through, old, late, r_gate)
@@ -409,7 +349,7 @@ def gru_grad_steps(
             add(d_states[i * hidden : (i + 1) * hidden], sums[i * stride : i * stride + hidden])
     if len(dh0) > 0:
         for i in range(count):
-            place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+            place = distance(geometry.single, 0, d, first + i) * hidden
             copy_row(dh0[place : place + hidden], d_states[i * hidden : (i + 1) * hidden])
     release(memory)
     return False
@@ -432,33 +372,20 @@ def _d_reset(to: np.ndarray, d: np.ndarray, a: np.ndarray, b: np.ndarray, r: np.
 
 def gru_grad_weights(
     task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    b: np.ndarray,
-    lengths: np.ndarray,
-    h0: np.ndarray,
-    hall: np.ndarray,
-    zrh: np.ndarray,
-    dhall: np.ndarray,
-    dhfinal: np.ndarray,
-    dx: np.ndarray,
     dw: np.ndarray,
     dr: np.ndarray,
     db: np.ndarray,
-    dh0: np.ndarray,
-    packed: np.ndarray,
     inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
     reset: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Compute dR and dW of some columns of the gates, or add those up: the gradients of the biases."""
-    hidden, directions, linear = geometry[HIDDEN], geometry[DIRECTIONS], geometry[LINEAR]
-    columns, rows, size = 3 * hidden, geometry[STEPS] * geometry[BATCH], geometry[INPUTS]
-    if task < geometry[PIECES]:
+    hidden, directions, linear = geometry.hidden, geometry.directions, geometry.linear
+    columns, rows, size = 3 * hidden, geometry.steps * geometry.batch, geometry.inputs
+    if task < geometry.pieces:
         pieces, of_zr = _pieces(hidden), (2 * hidden + COLUMNS - 1) // COLUMNS
         d, first, width = task // pieces, task % pieces * COLUMNS, (hidden + PANEL - 1) // PANEL * PANEL
         is_h = task % pieces >= of_zr
@@ -479,7 +406,7 @@ def gru_grad_weights(
         left, none = table[d * columns + first :], dw[:0]
         failed = multiply_transposed(of_x, inputs, none, states, left, directions * columns, count, geometry)
         return multiply_transposed(none, inputs, of_states, states, own, stride, count, geometry) or failed
-    task -= geometry[PIECES]
+    task -= geometry.pieces
     pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS
     end = min(column + SUMS, columns)

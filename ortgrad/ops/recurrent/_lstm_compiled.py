@@ -9,22 +9,12 @@ import numpy as np
 from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release
 from ortgrad.compiled.mathematics import sigmoid, tanh
 from ortgrad.operators.compiled import Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._cell import Cell
 from ortgrad.ops.recurrent._compiled import (
-    BATCH,
     COLUMNS,
-    DIRECTIONS,
-    HIDDEN,
-    INPUTS,
-    PIECES,
-    REVERSE,
-    ROWS,
-    SEPARATE,
-    SINGLE,
-    STATES,
-    STEPS,
-    TABLES,
+    Geometry,
     add,
     distance,
     fill,
@@ -51,34 +41,16 @@ def forward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any,
     return Plan(
         tasks=(directions * count, shared.task_count(x, cell)),
         views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden)},
+        numbers={"geometry": numbers_of(shared.geometry(cell, x, hidden))},
         work=x[0] * x[1] * directions * columns * hidden // 8,
         scratch=[(x[0] * x[1] * directions * columns,), (directions * count * PANEL * hidden,)],
         before=shared.projection(x, w),
     )
 
 
-def lstm_panels(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    b: np.ndarray,
-    lengths: np.ndarray,
-    h0: np.ndarray,
-    c0: np.ndarray,
-    p: np.ndarray,
-    hall: np.ndarray,
-    hfinal: np.ndarray,
-    cfinal: np.ndarray,
-    call: np.ndarray,
-    iofc: np.ndarray,
-    weighted: np.ndarray,
-    packed: np.ndarray,
-    geometry: np.ndarray,
-) -> None:
+def lstm_panels(task: int, r: np.ndarray, packed: np.ndarray, geometry: Geometry) -> None:
     """Copy some rows of R into a panel of R^T."""
-    hidden = geometry[HIDDEN]
+    hidden = geometry.hidden
     count = (4 * hidden + PANEL - 1) // PANEL
     d, column = task // count, task % count * PANEL
     panel = packed[task * hidden * PANEL : (task + 1) * hidden * PANEL]
@@ -87,14 +59,9 @@ def lstm_panels(
 
 def lstm_steps(
     task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
     b: np.ndarray,
-    lengths: np.ndarray,
     h0: np.ndarray,
     c0: np.ndarray,
-    p: np.ndarray,
     hall: np.ndarray,
     hfinal: np.ndarray,
     cfinal: np.ndarray,
@@ -102,13 +69,13 @@ def lstm_steps(
     iofc: np.ndarray,
     weighted: np.ndarray,
     packed: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Take some rows of the batch through all steps."""
-    steps, batch, hidden, rows = geometry[STEPS], geometry[BATCH], geometry[HIDDEN], geometry[ROWS]
+    steps, batch, hidden, rows = geometry.steps, geometry.batch, geometry.hidden, geometry.rows
     blocks, columns = (batch + rows - 1) // rows, 4 * hidden
     d, first = task // blocks, task % blocks * rows
-    reverse, count = d == 1 or geometry[REVERSE] == 1, min(rows, batch - first)
+    reverse, count = d == 1 or geometry.reverse == 1, min(rows, batch - first)
     stride = (columns + PANEL - 1) // PANEL * PANEL
     memory = allocate(count * (2 * hidden + stride) + 2 * columns)
     if len(memory) == 0:
@@ -123,7 +90,7 @@ def lstm_steps(
         add(bias, b[(d * 2 + 1) * columns : (d * 2 + 2) * columns])
     fill(memory[: 2 * count * hidden], 0.0)
     for i in range(count):
-        place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+        place = distance(geometry.single, 0, d, first + i) * hidden
         if len(h0) > 0:
             copy_row(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
         if len(c0) > 0:
@@ -133,9 +100,9 @@ def lstm_steps(
         t = steps - 1 - step if reverse else step
         multiply(sums, stride, states, hidden, panels, hidden, count)
         for i in range(count):
-            place = distance(geometry, TABLES, t, d, first + i) * columns
+            place = distance(geometry.table, t, d, first + i) * columns
             a, recurrent = weighted[place : place + columns], sums[i * stride : i * stride + columns]
-            saved = distance(geometry, STATES, t, d, first + i)
+            saved = distance(geometry.states, t, d, first + i)
             gates = iofc[saved * columns : (saved + 1) * columns] if len(iofc) > 0 else unsaved
             state, cell = states[i * hidden : (i + 1) * hidden], cells[i * hidden : (i + 1) * hidden]
             for k in range(3 * hidden):
@@ -148,7 +115,7 @@ def lstm_steps(
             if len(call) > 0:
                 copy_row(call[saved * hidden : (saved + 1) * hidden], cell)
     for i in range(count):
-        place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+        place = distance(geometry.single, 0, d, first + i) * hidden
         if len(hfinal) > 0:
             copy_row(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
         if len(cfinal) > 0:
@@ -188,7 +155,7 @@ def backward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, lengths: Any, *other
             pieces + (0 if db is None else directions * -(-columns // SUMS)),
         ),
         views=shared.flat(x, w, r, lengths, *others),
-        numbers={"geometry": shared.geometry(cell, x, hidden, pieces)},
+        numbers={"geometry": numbers_of(shared.geometry(cell, x, hidden, pieces))},
         work=x[0] * x[1] * directions * columns * hidden // 8,
         scratch=[
             (directions * panels * PANEL * columns,),
@@ -203,40 +170,13 @@ def backward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, lengths: Any, *other
 
 
 def lstm_grad_panels(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    lengths: np.ndarray,
-    h0: np.ndarray,
-    c0: np.ndarray,
-    hall: np.ndarray,
-    call: np.ndarray,
-    iofc: np.ndarray,
-    dhall: np.ndarray,
-    dhfinal: np.ndarray,
-    dcfinal: np.ndarray,
-    b: np.ndarray,
-    p: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    dr: np.ndarray,
-    db: np.ndarray,
-    dh0: np.ndarray,
-    dc0: np.ndarray,
-    dp: np.ndarray,
-    packed: np.ndarray,
-    inputs: np.ndarray,
-    da: np.ndarray,
-    table: np.ndarray,
-    previous: np.ndarray,
-    geometry: np.ndarray,
+    task: int, x: np.ndarray, r: np.ndarray, packed: np.ndarray, inputs: np.ndarray, geometry: Geometry
 ) -> None:
     """Copy some columns of R, or of X, into a panel."""
-    hidden = geometry[HIDDEN]
+    hidden = geometry.hidden
     count = (hidden + PANEL - 1) // PANEL
-    if task >= geometry[DIRECTIONS] * count:
-        pack_inputs(task - geometry[DIRECTIONS] * count, x, inputs, geometry)
+    if task >= geometry.directions * count:
+        pack_inputs(task - geometry.directions * count, x, inputs, geometry)
         return
     d, column, terms = task // count, task % count * PANEL, 4 * hidden
     panel = packed[task * terms * PANEL : (task + 1) * terms * PANEL]
@@ -245,10 +185,6 @@ def lstm_grad_panels(
 
 def lstm_grad_steps(
     task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    lengths: np.ndarray,
     h0: np.ndarray,
     c0: np.ndarray,
     hall: np.ndarray,
@@ -257,27 +193,19 @@ def lstm_grad_steps(
     dhall: np.ndarray,
     dhfinal: np.ndarray,
     dcfinal: np.ndarray,
-    b: np.ndarray,
-    p: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    dr: np.ndarray,
-    db: np.ndarray,
     dh0: np.ndarray,
     dc0: np.ndarray,
-    dp: np.ndarray,
     packed: np.ndarray,
-    inputs: np.ndarray,
     da: np.ndarray,
     table: np.ndarray,
     previous: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Take the gradients of some rows of the batch back through all steps."""
-    steps, batch, hidden, rows = geometry[STEPS], geometry[BATCH], geometry[HIDDEN], geometry[ROWS]
+    steps, batch, hidden, rows = geometry.steps, geometry.batch, geometry.hidden, geometry.rows
     blocks, columns = (batch + rows - 1) // rows, 4 * hidden
     d, first = task // blocks, task % blocks * rows
-    reverse, count = d == 1 or geometry[REVERSE] == 1, min(rows, batch - first)
+    reverse, count = d == 1 or geometry.reverse == 1, min(rows, batch - first)
     stride = (hidden + PANEL - 1) // PANEL * PANEL
     memory = allocate(count * (stride + hidden) + 2 * hidden)
     if len(memory) == 0:
@@ -288,7 +216,7 @@ def lstm_grad_steps(
     zeros = memory[count * (stride + hidden) : count * (stride + hidden) + hidden]
     activated = memory[count * (stride + hidden) + hidden :]
     for i in range(count):
-        place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+        place = distance(geometry.single, 0, d, first + i) * hidden
         if len(dhfinal) > 0:
             copy_row(d_states[i * stride : i * stride + hidden], dhfinal[place : place + hidden])
         if len(dcfinal) > 0:
@@ -301,11 +229,11 @@ def lstm_grad_steps(
         start = t == (steps - 1 if reverse else 0)
         for i in range(count):
             saved, place = (
-                distance(geometry, STATES, t, d, first + i),
-                distance(geometry, SEPARATE, t, d, first + i),
+                distance(geometry.states, t, d, first + i),
+                distance(geometry.separate, t, d, first + i),
             )
-            initial = distance(geometry, SINGLE, 0, d, first + i) * hidden
-            before = saved + (geometry[STATES] if reverse else -geometry[STATES])
+            initial = distance(geometry.single, 0, d, first + i) * hidden
+            before = saved + (geometry.states.step if reverse else -geometry.states.step)
             dh, dc = d_states[i * stride : i * stride + hidden], d_cells[i * hidden : (i + 1) * hidden]
             if len(dhall) > 0:
                 add(dh, dhall[saved * hidden : (saved + 1) * hidden])
@@ -335,12 +263,12 @@ def lstm_grad_steps(
             for k in range(hidden):
                 dc[k] *= f_gate[k]
             if len(table) > 0:
-                row = distance(geometry, TABLES, t, d, first + i)
+                row = distance(geometry.table, t, d, first + i)
                 copy_row(table[row * columns : (row + 1) * columns], of_gates)
-        place, between = distance(geometry, SEPARATE, t, d, first), geometry[SEPARATE + 2] * columns
+        place, between = distance(geometry.separate, t, d, first), geometry.separate.row * columns
         multiply(d_states, stride, da[place * columns :], between, panels, columns, count)
     for i in range(count):
-        place = distance(geometry, SINGLE, 0, d, first + i) * hidden
+        place = distance(geometry.single, 0, d, first + i) * hidden
         if len(dh0) > 0:
             copy_row(dh0[place : place + hidden], d_states[i * stride : i * stride + hidden])
         if len(dc0) > 0:
@@ -376,45 +304,25 @@ def _d_candidate(to: np.ndarray, dc: np.ndarray, i: np.ndarray, c: np.ndarray) -
 
 def lstm_grad_weights(
     task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    r: np.ndarray,
-    lengths: np.ndarray,
-    h0: np.ndarray,
-    c0: np.ndarray,
-    hall: np.ndarray,
-    call: np.ndarray,
-    iofc: np.ndarray,
-    dhall: np.ndarray,
-    dhfinal: np.ndarray,
-    dcfinal: np.ndarray,
-    b: np.ndarray,
-    p: np.ndarray,
-    dx: np.ndarray,
     dw: np.ndarray,
     dr: np.ndarray,
     db: np.ndarray,
-    dh0: np.ndarray,
-    dc0: np.ndarray,
-    dp: np.ndarray,
-    packed: np.ndarray,
     inputs: np.ndarray,
     da: np.ndarray,
-    table: np.ndarray,
     previous: np.ndarray,
-    geometry: np.ndarray,
+    geometry: Geometry,
 ) -> bool:
     """Compute dR and dW of some columns of da, or add them up: both biases have this gradient."""
-    hidden, rows, size = geometry[HIDDEN], geometry[STEPS] * geometry[BATCH], geometry[INPUTS]
+    hidden, rows, size = geometry.hidden, geometry.steps * geometry.batch, geometry.inputs
     columns = 4 * hidden
-    if task < geometry[PIECES]:
+    if task < geometry.pieces:
         pieces, width = (columns + COLUMNS - 1) // COLUMNS, (hidden + PANEL - 1) // PANEL * PANEL
         d, first = task // pieces, task % pieces * COLUMNS
         of_x, of_states = dw[(d * columns + first) * size :], dr[(d * columns + first) * hidden :]
         states, own = previous[d * width * rows : (d + 1) * width * rows], da[d * rows * columns + first :]
         count = min(COLUMNS, columns - first)
         return multiply_transposed(of_x, inputs, of_states, states, own, columns, count, geometry)
-    task -= geometry[PIECES]
+    task -= geometry.pieces
     pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS
     own, end = db[d * 2 * columns : (d * 2 + 1) * columns], min(column + SUMS, columns)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Plan, vectors
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._scan import Results, Step
 from ortgrad.ops.recurrent import _gru_compiled as _compiled
@@ -127,8 +127,8 @@ def _backward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
 
 
 gru_training.compiled(
-    views=[1] * 9,
-    scratch=[1, 1],
+    views=vectors("x w r b lengths h0 hall hfinal zrh"),
+    scratch=vectors("weighted packed"),
     plan=_forward_plan,
     first=_compiled.gru_panels,
     products=True,
@@ -136,8 +136,8 @@ gru_training.compiled(
 )(_compiled.gru_steps)
 
 gru_grad.compiled(
-    views=[1] * 15,
-    scratch=[1] * 6,
+    views=vectors("x w r b lengths h0 hall zrh dhall dhfinal dx dw dr db dh0"),
+    scratch=vectors("packed inputs da table previous reset"),
     plan=_backward_plan,
     first=_compiled.gru_grad_panels,
     last=_compiled.gru_grad_weights,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Plan, vectors
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
 from ortgrad.ops._scan import Results, Step
 from ortgrad.ops.recurrent import _lstm_compiled as _compiled
@@ -142,8 +142,8 @@ def _backward_plan(*shapes: Any, **attributes: Any) -> Plan | None:
 
 
 lstm_training.compiled(
-    views=[1] * 13,
-    scratch=[1, 1],
+    views=vectors("x w r b lengths h0 c0 p hall hfinal cfinal call iofc"),
+    scratch=vectors("weighted packed"),
     plan=_forward_plan,
     first=_compiled.lstm_panels,
     products=True,
@@ -151,8 +151,8 @@ lstm_training.compiled(
 )(_compiled.lstm_steps)
 
 lstm_grad.compiled(
-    views=[1] * 21,
-    scratch=[1] * 5,
+    views=vectors("x w r lengths h0 c0 hall call iofc dhall dhfinal dcfinal b p dx dw dr db dh0 dc0 dp"),
+    scratch=vectors("packed inputs da table previous"),
     plan=_backward_plan,
     first=_compiled.lstm_grad_panels,
     last=_compiled.lstm_grad_weights,

@@ -85,7 +85,7 @@ def test_gradients_of_empty_operands() -> None:
     path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     # Not in this process: it has threads, which a fork does not copy.
     done = subprocess.run(
-        [sys.executable, "-c", "from gradients import test_einsum_empty; test_einsum_empty.main()"],
+        [sys.executable, "-c", "from sweeps import test_einsum_empty; test_einsum_empty.main()"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
