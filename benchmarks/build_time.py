@@ -17,10 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import networks
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+from support import networks
 
 import ortgrad
 

@@ -19,7 +19,7 @@ from onnx import TensorProto
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from recorded_graph import Arrays, Graph, Shape, ints, number
+from support.recorded_graph import Arrays, Graph, Shape, ints, number
 
 Sizes = Mapping[str, int]
 CLASSES = 10

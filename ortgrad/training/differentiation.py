@@ -48,12 +48,12 @@ def differentiate(
     scalar = _scalar(forward, loss)
     try:
         with diagnosing(forward):
-            model, planned = build_opened(forward, wrt, [scalar], begin=(begin,), finish=finish)
+            model, ran = build_opened(forward, wrt, [scalar], begin=(begin,), finish=finish)
     except TrainingModelError:
         raise
     except ModelError as error:
         raise TrainingModelError(f"the training model cannot be built: {error}") from error
-    warn_about_stops(planned.stopped)
+    warn_about_stops(ran.stopped)
     return model
 
 

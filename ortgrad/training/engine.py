@@ -55,7 +55,9 @@ class Engine:
         weights = split_weights(model, {*trained, *frozen})
         forward = with_inferred(weights.model)
         self._compared = _compared(forward, *compared)
-        _set_outputs(forward, [loss, *outputs])
+        # The loss itself may be the only output of the model.
+        self._evaluated, self._returned = list(dict.fromkeys([loss, *outputs])), [loss, *outputs]
+        _set_outputs(forward, self._evaluated)
         # A batch normalization that needs more than one sample.
         self.needs_samples = normalization_of_vectors(forward, untrained)
         shape = _add_shape(forward, compared[0]) if self._compared else ""
@@ -80,7 +82,6 @@ class Engine:
         )
         self._evaluation = in_evaluation(forward)
         self._evaluation.graph.input.extend(values.inputs)
-        self._evaluated = [value.name for value in forward.graph.output if value.name != shape]
         self._reset = np.ones(1, np.bool_)
         self._session: BoundSession | None = None
         self._evaluating: BoundSession | None = None
@@ -174,7 +175,8 @@ class Engine:
             session.bind({name: self.state.parameter(name) for name in self.state.names}, {})
             self._evaluating = session
         self._evaluating.check(batch)
-        return [np.asarray(value) for value in self._evaluating.run(batch)]
+        found = dict(zip(self._evaluated, self._evaluating.run(batch), strict=True))
+        return [np.asarray(found[name]) for name in self._returned]
 
 
 def _compared(model: onnx.ModelProto, value: str, targets: Sequence[str]) -> list[str]:

@@ -34,7 +34,7 @@ from ortgrad.training import SGD, Adagrad, Adam, AdamW, RMSprop, Trainer, checkp
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 
-MODELS = Path(__file__).parents[1] / "models"
+MODELS = ROOT / "models"
 Arrays = dict[str, np.ndarray]
 
 
@@ -692,3 +692,15 @@ def test_a_model_is_loaded_once_and_opened_twice(monkeypatch: pytest.MonkeyPatch
     calls.clear()
     fit(MODELS / "cnn.onnx", batch, loss="cross-entropy")
     assert calls == {"load_model": 1, "read": 2, opening: 2}
+
+
+def test_a_model_whose_only_output_is_its_loss() -> None:
+    model = model_of(
+        "(float[N, 3] x) => (float y) { z = Mul(x, w) y = ReduceMean<keepdims=0>(z) }",
+        {"w": np.float32([1, 2, 3])},
+    )
+    found = Trainer(model, loss="y", optimizer="sgd", learning_rate=0.5)
+    x = np.ones((4, 3), np.float32)
+    assert found.evaluate([(x,)]) == (2.0, None)
+    assert found.step((x,)) == 2.0
+    assert found.evaluate((x,))[0] == pytest.approx(2 - 0.5 / 3)
