@@ -1,6 +1,6 @@
 """Records: lists of integers of a plan whose elements have names.
 
-A record is declared as a NamedTuple whose fields are integers or other records:
+A record is declared as a NamedTuple whose fields are integers, booleans (0 or 1 in kernels) or other records:
 
     class Sizes(NamedTuple):
         height: int
@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 def is_record(kind: Any) -> bool:
     """Return whether a type is one of records."""
-    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return hasattr(kind, "_fields") and isinstance(kind, type) and issubclass(kind, tuple)
 
 
 @functools.cache

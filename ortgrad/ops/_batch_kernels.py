@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, blend, double, doubles, sqrt
 from ortgrad.compiled.sums import ROWS
 from ortgrad.operators.compiled import Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._sums import CHUNK, groups_of
 
 _Shape: TypeAlias = "tuple[int, ...] | None"
+
+
+class Division(NamedTuple):
+    """How sums over samples are divided into tasks."""
+
+    step: int  # samples of a block
+    groups: int  # of channels
+    parts: int  # into which the samples are divided in the second phase
+    flat: bool
 
 
 def channel_plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Plan, tuple[int, ...]] | None:
@@ -36,7 +46,7 @@ def channel_plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Pl
     # More tasks if there are few channels; each adds up the sums of its channel once more.
     parts = max(1, min(samples // 2048, 8)) if rest == 1 else 1 if channels >= 16 else min(samples, 16)
     parts = max(1, parts)
-    numbers = {"step": step, "groups": groups, "parts": parts, "flat": rest == 1}
+    numbers = {"division": numbers_of(Division(step, groups, parts, rest == 1))}
     scratch = [(sums, blocks, channels), (parts, 3, channels)]
     plan = Plan((blocks * groups, groups * parts), [], numbers, work=5 * math.prod(x), scratch=scratch)
     return plan, (samples, 1, channels) if rest == 1 else (samples, channels, rest)
@@ -69,18 +79,11 @@ def grad_sums(
     x: np.ndarray,
     scale: np.ndarray,
     mean: np.ndarray,
-    inv: np.ndarray,
-    dx: np.ndarray,
-    d_scale: np.ndarray,
-    d_bias: np.ndarray,
     sums: np.ndarray,
-    factors: np.ndarray,
-    step: int,
-    groups: int,
-    parts: int,
-    flat: int,
+    division: Division,
 ) -> None:
     """The sums of dY and of dY * (X - mean)"""
+    step, groups, flat = division.step, division.groups, division.flat
     samples, channels, rest = x.shape[0], len(scale), 1 if flat else x.shape[2]
     block, group = task // groups, task % groups
     begin, end = block * step, min(block * step + step, samples)
@@ -125,12 +128,10 @@ def grad_apply(
     d_bias: np.ndarray,
     sums: np.ndarray,
     factors: np.ndarray,
-    step: int,
-    groups: int,
-    parts: int,
-    flat: int,
+    division: Division,
 ) -> None:
     """dX = factor * (dY + shift + (X - mean) * slope), with three numbers per channel"""
+    parts, flat = division.parts, division.flat
     samples, channels, rest = x.shape[0], len(scale), 1 if flat else x.shape[2]
     group, part = task // parts, task % parts
     first = group * SUMS if flat else group
@@ -220,30 +221,8 @@ def internal_plan(
     )
 
 
-def internal_sums(
-    task: int,
-    x: np.ndarray,
-    scale: np.ndarray,
-    b: np.ndarray,
-    input_mean: np.ndarray,
-    input_var: np.ndarray,
-    y: np.ndarray,
-    running_mean: np.ndarray,
-    running_var: np.ndarray,
-    saved_mean: np.ndarray,
-    saved_inv: np.ndarray,
-    sums: np.ndarray,
-    factors: np.ndarray,
-    step: int,
-    groups: int,
-    parts: int,
-    flat: int,
-    epsilon: float,
-    momentum: float,
-    share: float,
-    training_mode: int,
-) -> None:
-    add_moments(task, x, sums, len(scale), step, groups, flat, 1)
+def internal_sums(task: int, x: np.ndarray, scale: np.ndarray, sums: np.ndarray, division: Division) -> None:
+    add_moments(task, x, sums, len(scale), division, 1)
 
 
 def add_moments(
@@ -251,12 +230,11 @@ def add_moments(
     x: np.ndarray,
     sums: np.ndarray,
     channels: int,
-    step: int,
-    groups: int,
-    flat: int,
+    division: Division,
     centred: int,
 ) -> None:
     """Compute a number near the mean of a block (0 unless `centred`), and sums of differences and squares."""
+    step, groups, flat = division.step, division.groups, division.flat
     samples, rest = x.shape[0], 1 if flat else x.shape[2]
     block, group = task // groups, task % groups
     begin, end = block * step, min(block * step + step, samples)
@@ -326,16 +304,14 @@ def internal_apply(
     saved_inv: np.ndarray,
     sums: np.ndarray,
     factors: np.ndarray,
-    step: int,
-    groups: int,
-    parts: int,
-    flat: int,
+    division: Division,
     epsilon: float,
     momentum: float,
     share: float,
     training_mode: int,
 ) -> None:
     """Y = (X - mean) * factor + shift, with three numbers per channel"""
+    step, parts, flat = division.step, division.parts, division.flat
     samples, channels, rest = x.shape[0], len(scale), 1 if flat else x.shape[2]
     group, part = task // parts, task % parts
     first = group * SUMS if flat else group

@@ -8,12 +8,14 @@ A task of dGrid owns a group of points, and one of dX owns some channels, to whi
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, allocate, allocate_integers, double, doubles, release, rint
 from ortgrad.operators.compiled import Plan
+from ortgrad.operators.records import numbers_of
+from ortgrad.ops._rows import clear_row
 
 _Shape: TypeAlias = "tuple[int, ...]"
 TAPS = {"nearest": 1, "linear": 2, "cubic": 4}
@@ -23,6 +25,14 @@ LIMIT = 2.0**62
 # The points of a group for dX, and the channels of a task.
 _GROUP, _CHANNELS = 256, 8
 _REFLECTION = PADDINGS.index("reflection")
+
+
+class Sampling(NamedTuple):
+    height: int
+    width: int
+    taps: int  # along an axis
+    padding: int  # the place of its name in PADDINGS
+    align: int
 
 
 def plan(
@@ -39,6 +49,13 @@ def plan(
     taps, points, pixels = TAPS[mode], math.prod(grid[1:3]), math.prod(x[2:])
     if not math.prod(dy) or not math.prod(x):
         return None
+    sampling = Sampling(
+        height=x[2],
+        width=x[3],
+        taps=taps,
+        padding=PADDINGS.index(padding_mode),
+        align=int(bool(align_corners)),
+    )
     group = SUMS // taps**2
     groups, blocks = -(-points // group), -(-x[1] // _CHANNELS)
     return Plan(
@@ -50,13 +67,7 @@ def plan(
             (*x[:2], pixels) if dx else (0, 0, 0),
             (x[0], points, 2) if dgrid else (0, 0, 0),
         ],
-        numbers={
-            "height": x[2],
-            "width": x[3],
-            "taps": taps,
-            "padding": PADDINGS.index(padding_mode),
-            "align": int(bool(align_corners)),
-        },
+        numbers={"sampling": numbers_of(sampling)},
         work=(1 + bool(dgrid)) * math.prod(dy) * (4 * taps**2 + 4),
     )
 
@@ -66,15 +77,12 @@ def grid_points(
     dy: np.ndarray,
     x: np.ndarray,
     grid: np.ndarray,
-    dx: np.ndarray,
     dgrid: np.ndarray,
-    height: int,
-    width: int,
-    taps: int,
-    padding: int,
-    align: int,
+    sampling: Sampling,
 ) -> bool:
     """Compute dGrid for a group of points."""
+    height, width, taps = sampling.height, sampling.width, sampling.taps
+    padding, align = sampling.padding, sampling.align
     square = taps * taps
     group, points = SUMS // square, grid.shape[1]
     groups = (points + group - 1) // group
@@ -121,14 +129,11 @@ def grid_channels(
     x: np.ndarray,
     grid: np.ndarray,
     dx: np.ndarray,
-    dgrid: np.ndarray,
-    height: int,
-    width: int,
-    taps: int,
-    padding: int,
-    align: int,
+    sampling: Sampling,
 ) -> bool:
     """Compute dX of some channels of a sample."""
+    height, width, taps = sampling.height, sampling.width, sampling.taps
+    padding, align = sampling.padding, sampling.align
     blocks = (x.shape[1] + _CHANNELS - 1) // _CHANNELS
     sample, begin = task // blocks, task % blocks * _CHANNELS
     end = min(begin + _CHANNELS, x.shape[1])
@@ -140,7 +145,7 @@ def grid_channels(
         return True
     places, weights, slopes = indices[square * group :], memory[group:], memory[group + 2 * side :]
     for channel in range(begin, end):
-        _clear(dx[sample, channel])
+        clear_row(dx[sample, channel])
     for first in range(0, points, group):
         count = min(group, points - first)
         for axis in range(2):
@@ -159,11 +164,6 @@ def grid_channels(
     release(indices)
     release(memory)
     return False
-
-
-def _clear(values: np.ndarray) -> None:
-    for k in range(len(values)):
-        values[k] = 0.0
 
 
 # Coordinates are computed by several functions: each rounds its results, as the forward operator does. In one

@@ -7,12 +7,14 @@ that meets an index out of range fails.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Integers, Plan
+from ortgrad.operators.records import numbers_of
+from ortgrad.ops._rows import add_to, clear_row
 from ortgrad.ops._sums import groups_of
 
 _Shape: TypeAlias = "tuple[int, ...]"
@@ -43,17 +45,11 @@ def gather_plan(shape: _Shape, indices: _Shape, dy: _Shape, dx: _Shape, *, axis:
 
 
 def gather_grad_rows(
-    task: int,
-    shape: np.ndarray,
-    indices: np.ndarray,
-    dy: np.ndarray,
-    dx: np.ndarray,
-    parts: int,
-    length: int,
+    task: int, indices: np.ndarray, dy: np.ndarray, dx: np.ndarray, parts: int, length: int
 ) -> bool:
     i, part, inner = task // parts, task % parts, dy.shape[2]
     first, last = length * part // parts, length * (part + 1) // parts
-    _clear(dx[i, first * inner : last * inner])
+    clear_row(dx[i, first * inner : last * inner])
     for k in range(len(indices)):
         row = int(indices[k])
         if row < 0:
@@ -61,7 +57,7 @@ def gather_grad_rows(
         if row < 0 or row >= length:
             return True
         if first <= row < last:
-            _add(dy[i, k], dx[i, row * inner : row * inner + inner])
+            add_to(dx[i, row * inner : row * inner + inner], dy[i, k])
     return False
 
 
@@ -81,18 +77,11 @@ def gather_nd_plan(shape: _Shape, indices: _Shape, dy: _Shape, dx: _Shape, *, ba
 
 
 def gather_nd_grad_rows(
-    task: int,
-    shape: np.ndarray,
-    indices: np.ndarray,
-    dy: np.ndarray,
-    dx: np.ndarray,
-    parts: int,
-    lengths: np.ndarray,
-    rows: int,
+    task: int, indices: np.ndarray, dy: np.ndarray, dx: np.ndarray, parts: int, lengths: Integers, rows: int
 ) -> bool:
     i, part, inner = task // parts, task % parts, dy.shape[2]
     first, last = rows * part // parts, rows * (part + 1) // parts
-    _clear(dx[i, first * inner : last * inner])
+    clear_row(dx[i, first * inner : last * inner])
     for k in range(indices.shape[1]):
         row = 0
         for axis in range(len(lengths)):
@@ -103,8 +92,17 @@ def gather_nd_grad_rows(
                 return True
             row = row * lengths[axis] + place
         if first <= row < last:
-            _add(dy[i, k], dx[i, row * inner : row * inner + inner])
+            add_to(dx[i, row * inner : row * inner + inner], dy[i, k])
     return False
+
+
+class Part(NamedTuple):
+    """What the tasks of GatherElementsGrad have in common."""
+
+    whole: bool  # whether dY is as large as dX along the other axes
+    groups: int  # of elements behind the axis
+    length: int  # of the axis
+    below: int  # elements of dX behind the axis
 
 
 def gather_elements_plan(dy: _Shape, shape: _Shape, indices: _Shape, dx: _Shape, *, axis: int) -> Plan | None:
@@ -121,10 +119,7 @@ def gather_elements_plan(dy: _Shape, shape: _Shape, indices: _Shape, dx: _Shape,
         (0 if whole else -(-math.prod(dx) // _ZEROS), outer * groups),
         [view, shape, view, (math.prod(dx),)],
         {
-            "whole": whole,
-            "groups": groups,
-            "length": dx[axis],
-            "below": below,
+            "part": numbers_of(Part(whole, groups, dx[axis], below)),
             "outer_sizes": dy[:axis],
             "outer_strides": [math.prod(dx[i + 1 :]) for i in range(axis)],
             # Where the sizes of dY and dX are equal, so are the places.
@@ -135,47 +130,30 @@ def gather_elements_plan(dy: _Shape, shape: _Shape, indices: _Shape, dx: _Shape,
     )
 
 
-def gather_elements_grad_clear(
-    task: int,
-    dy: np.ndarray,
-    shape: np.ndarray,
-    indices: np.ndarray,
-    dx: np.ndarray,
-    whole: int,
-    groups: int,
-    length: int,
-    below: int,
-    outer_sizes: np.ndarray,
-    outer_strides: np.ndarray,
-    inner_sizes: np.ndarray,
-    inner_strides: np.ndarray,
-) -> None:
-    _clear(dx[task * _ZEROS : min(task * _ZEROS + _ZEROS, len(dx))])
+def gather_elements_grad_clear(task: int, dx: np.ndarray) -> None:
+    clear_row(dx[task * _ZEROS : min(task * _ZEROS + _ZEROS, len(dx))])
 
 
 def gather_elements_grad_part(
     task: int,
     dy: np.ndarray,
-    shape: np.ndarray,
     indices: np.ndarray,
     dx: np.ndarray,
-    whole: int,
-    groups: int,
-    length: int,
-    below: int,
-    outer_sizes: np.ndarray,
-    outer_strides: np.ndarray,
-    inner_sizes: np.ndarray,
-    inner_strides: np.ndarray,
+    part: Part,
+    outer_sizes: Integers,
+    outer_strides: Integers,
+    inner_sizes: Integers,
+    inner_strides: Integers,
 ) -> bool:
+    whole, groups, length, below = part.whole, part.groups, part.length, part.below
     i, first = task // groups, task % groups * SUMS
     last = min(first + SUMS, dy.shape[2])
     start = _place(i, outer_sizes, outer_strides)
     if whole and groups == 1:
-        _clear(dx[start : start + length * below])
+        clear_row(dx[start : start + length * below])
     elif whole:
         for row in range(length):
-            _clear(dx[start + row * below + first : start + row * below + last])
+            clear_row(dx[start + row * below + first : start + row * below + last])
     for k in range(dy.shape[1]):
         for j in range(first, last):
             row = int(indices[i, k, j])
@@ -188,20 +166,10 @@ def gather_elements_grad_part(
     return False
 
 
-def _place(index: int, sizes: np.ndarray, strides: np.ndarray) -> int:
+def _place(index: int, sizes: Integers, strides: Integers) -> int:
     """The place of an element in a tensor with these strides, by its index in one with these sizes."""
     place = 0
     for axis in range(len(sizes) - 1, -1, -1):
         place += index % sizes[axis] * strides[axis]
         index //= sizes[axis]
     return place
-
-
-def _clear(values: np.ndarray) -> None:
-    for k in range(len(values)):
-        values[k] = 0.0
-
-
-def _add(terms: np.ndarray, values: np.ndarray) -> None:
-    for k in range(len(values)):
-        values[k] += terms[k]

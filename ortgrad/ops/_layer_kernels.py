@@ -14,6 +14,7 @@ import numpy as np
 from ortgrad.compiled.functions import SUMS, double
 from ortgrad.compiled.sums import row_blocks
 from ortgrad.operators.compiled import Plan
+from ortgrad.ops._rows import add_to, clear_row
 from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 
 _Shape: TypeAlias = "tuple[int, ...] | None"
@@ -69,15 +70,13 @@ def layer_grad_rows(
     mean: np.ndarray,
     inv: np.ndarray,
     dx: np.ndarray,
-    d_scale: np.ndarray,
-    d_bias: np.ndarray,
     scale_sums: np.ndarray,
     bias_sums: np.ndarray,
     blocks: int,
 ) -> None:
     rows, columns = x.shape
-    _clear(scale_sums[task])
-    _clear(bias_sums[task])
+    clear_row(scale_sums[task])
+    clear_row(bias_sums[task])
     for row in range(rows * task // blocks, rows * (task + 1) // blocks):
         centre, factor = x.dtype.type(mean[row]), x.dtype.type(inv[row])
         if dx.shape[0] > 0:
@@ -107,13 +106,12 @@ def simplified_layer_grad_rows(
     scale: np.ndarray,
     inv: np.ndarray,
     dx: np.ndarray,
-    d_scale: np.ndarray,
     scale_sums: np.ndarray,
     blocks: int,
 ) -> None:
     rows, columns = x.shape
     zero = x.dtype.type(0.0)
-    _clear(scale_sums[task])
+    clear_row(scale_sums[task])
     for row in range(rows * task // blocks, rows * (task + 1) // blocks):
         factor = x.dtype.type(inv[row])
         if dx.shape[0] > 0:
@@ -137,8 +135,6 @@ def invertible_layer_grad_rows(
     bias: np.ndarray,
     inv: np.ndarray,
     dx: np.ndarray,
-    d_scale: np.ndarray,
-    d_bias: np.ndarray,
     scale_sums: np.ndarray,
     bias_sums: np.ndarray,
     blocks: int,
@@ -147,8 +143,8 @@ def invertible_layer_grad_rows(
     for k in range(columns):
         if scale[k] == 0.0:
             return True
-    _clear(scale_sums[task])
-    _clear(bias_sums[task])
+    clear_row(scale_sums[task])
+    clear_row(bias_sums[task])
     for row in range(rows * task // blocks, rows * (task + 1) // blocks):
         factor = y.dtype.type(inv[row])
         if dx.shape[0] > 0:
@@ -175,7 +171,7 @@ def invertible_layer_grad_rows(
             for k in range(columns):
                 total[k] += a[k] * ((b[k] - bias[k]) / scale[k])
         if bias_sums.shape[1] > 0:
-            _add(dy[row], bias_sums[task])
+            add_to(bias_sums[task], dy[row])
     return False
 
 
@@ -216,32 +212,11 @@ def _add_row(
         for k in range(len(scale_sums)):
             scale_sums[k] += dy[k] * ((x[k] - centre) * factor)
     if len(bias_sums) > 0:
-        _add(dy, bias_sums)
-
-
-def _add(row: np.ndarray, total: np.ndarray) -> None:
-    for k in range(len(total)):
-        total[k] += row[k]
-
-
-def _clear(row: np.ndarray) -> None:
-    for k in range(len(row)):
-        row[k] = 0.0
+        add_to(bias_sums, dy)
 
 
 def layer_grad_columns(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    scale: np.ndarray,
-    mean: np.ndarray,
-    inv: np.ndarray,
-    dx: np.ndarray,
-    d_scale: np.ndarray,
-    d_bias: np.ndarray,
-    scale_sums: np.ndarray,
-    bias_sums: np.ndarray,
-    blocks: int,
+    task: int, d_scale: np.ndarray, d_bias: np.ndarray, scale_sums: np.ndarray, bias_sums: np.ndarray
 ) -> None:
     if len(d_scale) > 0:
         add_blocks(scale_sums, task * SUMS, d_scale)
@@ -249,16 +224,6 @@ def layer_grad_columns(
         add_blocks(bias_sums, task * SUMS, d_bias)
 
 
-def simplified_layer_grad_columns(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    scale: np.ndarray,
-    inv: np.ndarray,
-    dx: np.ndarray,
-    d_scale: np.ndarray,
-    scale_sums: np.ndarray,
-    blocks: int,
-) -> None:
+def simplified_layer_grad_columns(task: int, d_scale: np.ndarray, scale_sums: np.ndarray) -> None:
     if len(d_scale) > 0:
         add_blocks(scale_sums, task * SUMS, d_scale)

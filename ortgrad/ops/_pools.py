@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ortgrad.compiled.functions import SLACK, add_row, allocate, copy_row, pool_squares, release
-from ortgrad.operators.compiled import Plan
+from ortgrad.operators.compiled import Integers, Plan
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._strips import (
-    CHANNELS,
-    EVERYWHERE,
-    HEAD,
-    OUTPUT,
-    PITCH,
-    REACH,
-    ROWS,
-    SIZE,
-    STRIDE,
-    STRIPS,
+    Geometry,
+    Strip,
     boxes_of,
     clear_strip,
     fill_boxes,
@@ -39,23 +32,47 @@ _MOST_PLACES = 1 << 24
 _LEAST = -math.inf
 
 
+class MaxSizes(NamedTuple):
+    depth: int
+    height: int
+    width: int
+    column_major: bool
+    may_be_blank: bool
+
+
+class Depths(NamedTuple):
+    """The first of three dimensions: the layers of a channel, of Y or X, and their windows."""
+
+    layers: int = 1
+    kernel: int = 1
+    stride: int = 1
+    dilation: int = 1
+    head: int = 0
+
+    @classmethod
+    def of(cls, win: Windows, layers: int) -> Depths:
+        return cls(layers, win.kernel[0], win.strides[0], win.dilations[0], win.heads[0])
+
+
 def plan_max(dy: Sizes, x: Sizes, column_major: bool, may_be_blank: bool) -> Plan | None:
     """Return the plan of MaxPoolGrad; one task per channel."""
     rank = len(x) - 2
     if rank > 3:
         return None
-    planes, sizes = math.prod(x[:2]), (*[1] * (3 - rank), *x[2:])
+    planes = math.prod(x[:2])
+    depth, height, width = (*[1] * (3 - rank), *x[2:])
     flat = planes, math.prod(dy[2:])
+    sizes = MaxSizes(depth, height, width, column_major, may_be_blank)
     return Plan(
         tasks=planes,
-        views=[flat, flat, (len(x),), (planes, math.prod(sizes))],
-        numbers={"sizes": [*sizes, int(column_major), int(may_be_blank)]},
+        views=[flat, flat, (len(x),), (planes, depth * height * width)],
+        numbers={"sizes": numbers_of(sizes)},
         work=4 * math.prod(flat) + math.prod(x),
     )
 
 
 def max_pool_grad_channel(
-    task: int, dy: np.ndarray, indices: np.ndarray, x_shape: np.ndarray, dx: np.ndarray, sizes: np.ndarray
+    task: int, dy: np.ndarray, indices: np.ndarray, dx: np.ndarray, sizes: MaxSizes
 ) -> bool:
     """Add dY to dX where the maxima are; fails if an index is not in its channel."""
     values, places, target = dy[task], indices[task], dx[task]
@@ -66,11 +83,12 @@ def max_pool_grad_channel(
         place = places[k] - begin
         if place < 0 or place >= size:
             # A window that skips the whole of a small input has the index -1.
-            failed = failed or place >= size or sizes[4] == 0
+            failed = failed or place >= size or not sizes.may_be_blank
         else:
-            if sizes[3] == 1:
-                rows = place // sizes[0]
-                place = (place % sizes[0] * sizes[1] + rows % sizes[1]) * sizes[2] + rows // sizes[1]
+            if sizes.column_major:
+                rows = place // sizes.depth
+                line = place % sizes.depth * sizes.height + rows % sizes.height
+                place = line * sizes.width + rows // sizes.height
             target[place] += values[k]
     return failed
 
@@ -84,8 +102,7 @@ def plan_average(dy: Sizes, x: Sizes, win: Windows, counts: Sequence[np.ndarray]
     depth, outputs = (win.sizes[0], win.outputs[0]) if deep else (1, 1)
     planes = math.prod(x[:2])
     boxes = boxes_of(flat, planes * depth, True)
-    geometry, pitch = boxes.geometry, boxes.geometry[PITCH]
-    reach = geometry[REACH : REACH + 2]
+    geometry, pitch, reach = boxes.geometry, boxes.geometry.pitch, boxes.geometry.reach
     # A box filter is separable: first rows are added up, then columns. Where each tap begins in dY with zeros
     # around it, and in the sums of rows.
     taps: dict[str, list[int]] = {"row_starts": [], "row_ends": [], "column_starts": [], "column_ends": []}
@@ -99,20 +116,18 @@ def plan_average(dy: Sizes, x: Sizes, win: Windows, counts: Sequence[np.ndarray]
             taps[f"{name}_ends"].append(len(taps[f"{name}_starts"]))
     numbers = [[1]] * (3 - len(counts)) + [count.tolist() for count in counts]
     return Plan(
-        tasks=-(-planes * depth // geometry[CHANNELS]) * geometry[STRIPS],
+        tasks=-(-planes * depth // geometry.channels) * geometry.strips,
         views=[
             (planes, outputs, math.prod(flat.outputs)),
             (len(x),),
             (planes * depth, math.prod(flat.sizes)),
         ],
         numbers={
-            "geometry": geometry,
+            "geometry": numbers_of(geometry),
             "lines": boxes.lines,
             "edges": boxes.edges,
             **taps,
-            "depths": [depth, win.kernel[0], win.strides[0], win.dilations[0], win.heads[0]]
-            if deep
-            else [1, 1, 1, 1, 0],
+            "depths": numbers_of(Depths.of(win, depth) if deep else Depths()),
             "deep_counts": numbers[0],
             "row_counts": numbers[1],
             "column_counts": numbers[2],
@@ -128,25 +143,25 @@ def _fields(win: Windows) -> tuple[tuple[int, ...], ...]:
 def average_pool_grad_strip(
     task: int,
     dy: np.ndarray,
-    x_shape: np.ndarray,
     dx: np.ndarray,
-    geometry: np.ndarray,
-    lines: np.ndarray,
-    edges: np.ndarray,
-    row_starts: np.ndarray,
-    row_ends: np.ndarray,
-    column_starts: np.ndarray,
-    column_ends: np.ndarray,
-    depths: np.ndarray,
-    deep_counts: np.ndarray,
-    row_counts: np.ndarray,
-    column_counts: np.ndarray,
+    geometry: Geometry,
+    lines: Integers,
+    edges: Integers,
+    row_starts: Integers,
+    row_ends: Integers,
+    column_starts: Integers,
+    column_ends: Integers,
+    depths: Depths,
+    deep_counts: Integers,
+    row_counts: Integers,
+    column_counts: Integers,
 ) -> bool:
     """Compute a strip of dX of one channel, or of some; in three dimensions of one layer of a channel."""
-    _, first, last, strip = task_channels(task, geometry, dx.shape[0])
-    pitch, reach, lead = geometry[PITCH], geometry[REACH], geometry[REACH + 1]
-    widths = geometry[OUTPUT + 1]
-    top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT] + reach, widths + lead)
+    _, first, last, number = task_channels(task, geometry, dx.shape[0])
+    pitch, reach, lead = geometry.pitch, geometry.reach.height, geometry.reach.width
+    widths = geometry.output.width
+    strip = task_strip(geometry, number, geometry.output.height + reach, widths + lead)
+    rows = strip[2]
     length, total = (rows + reach) * pitch + lead + SLACK, rows * pitch + lead + SLACK
     most = max(len(row_starts), len(column_starts))
     memory = allocate(length + (1 + len(edges)) * total + most + 2 * widths + size_of_rows(geometry))
@@ -162,11 +177,9 @@ def average_pool_grad_strip(
     for channel in range(first, last):
         _embed_quotients(
             embedded,
-            dy[channel // depths[0]],
-            channel % depths[0],
-            top,
-            left,
-            rows,
+            dy[channel // depths.layers],
+            channel % depths.layers,
+            strip,
             divisors,
             quotients,
             geometry,
@@ -176,8 +189,8 @@ def average_pool_grad_strip(
             column_counts,
         )
         target, begin = dx[channel], 0
-        if geometry[EVERYWHERE] == 0:
-            clear_strip(target, top, left, rows, columns, geometry)
+        if not geometry.everywhere:
+            clear_strip(target, strip, geometry)
         for i in range(len(lines)):
             add_row(sums_of_rows, embedded, row_starts[begin : row_ends[i]], ones, rows * pitch + lead)
             begin, of_column = row_ends[i], 0
@@ -185,7 +198,7 @@ def average_pool_grad_strip(
                 into, own = sums[j * (total - lead) :], column_starts[of_column : column_ends[j]]
                 add_row(into, sums_of_rows, own, ones, rows * pitch)
                 of_column = column_ends[j]
-            write_rows(target, sums, padded, top, left, rows, columns, lines[i], edges, geometry)
+            write_rows(target, sums, padded, strip, lines[i], edges, geometry)
     release(memory)
     return False
 
@@ -194,31 +207,30 @@ def _embed_quotients(
     into: np.ndarray,
     dy: np.ndarray,
     layer: int,
-    top: int,
-    left: int,
-    rows: int,
+    strip: Strip,
     divisors: np.ndarray,
     quotients: np.ndarray,
-    geometry: np.ndarray,
-    depths: np.ndarray,
-    deep_counts: np.ndarray,
-    row_counts: np.ndarray,
-    column_counts: np.ndarray,
+    geometry: Geometry,
+    depths: Depths,
+    deep_counts: Integers,
+    row_counts: Integers,
+    column_counts: Integers,
 ) -> None:
     """Write dY, divided by the sizes of its windows and with zeros around it; added up over the layers."""
-    pitch, width, lead = geometry[PITCH], geometry[OUTPUT + 1], geometry[REACH + 1]
-    begin, count = top - geometry[REACH], rows + geometry[REACH]
+    top, left, rows, _ = strip
+    pitch, width, lead = geometry.pitch, geometry.output.width, geometry.reach.width
+    begin, count = top - geometry.reach.height, rows + geometry.reach.height
     low, high = max(0, lead - left), min(pitch, width + lead - left)
     for k in range(len(into)):
         into[k] = 0.0
     fresh = True
     for output in range(dy.shape[0]):
         # The place of the layer in the window.
-        place = layer + depths[4] - output * depths[2]
-        if place < 0 or place % depths[3] != 0 or place // depths[3] >= depths[1]:
+        place = layer + depths.head - output * depths.stride
+        if place < 0 or place % depths.dilation != 0 or place // depths.dilation >= depths.kernel:
             continue
         before = -1
-        for row in range(max(0, -begin), min(count, geometry[OUTPUT] - begin)):
+        for row in range(max(0, -begin), min(count, geometry.output.height - begin)):
             if low >= high:
                 break
             number = deep_counts[output] * row_counts[begin + row]
@@ -253,15 +265,15 @@ def plan_max_pool(x: Sizes, y: Sizes, win: Windows) -> Plan | None:
     height, width = flat.kernel if flat.rank == 2 else (1, *flat.kernel)
     layers = planes * outputs, math.prod(flat.outputs)
     return Plan(
-        tasks=-(-layers[0] // boxes.geometry[CHANNELS]) * boxes.geometry[STRIPS],
+        tasks=-(-layers[0] // boxes.geometry.channels) * boxes.geometry.strips,
         views=[(planes, depth, math.prod(flat.sizes)), layers, layers],
         numbers={
-            "geometry": boxes.geometry,
+            "geometry": numbers_of(boxes.geometry),
             "lines": boxes.lines,
             "edges": boxes.edges,
             "starts": [boxes.starts[t] for t in taps],
             "offsets": [i * flat.sizes[-1] + j for i in range(height) for j in range(width)],
-            "depths": [outputs, win.kernel[0], win.strides[0], win.heads[0]] if deep else [1, 1, 1, 0],
+            "depths": numbers_of(Depths.of(win, outputs) if deep else Depths()),
             "squares": int(_are_squares(flat) and not deep),
         },
         work=math.prod(y) * math.prod(win.kernel),
@@ -280,12 +292,12 @@ def max_pool_strip(
     x: np.ndarray,
     y: np.ndarray,
     indices: np.ndarray,
-    geometry: np.ndarray,
-    lines: np.ndarray,
-    edges: np.ndarray,
-    starts: np.ndarray,
-    offsets: np.ndarray,
-    depths: np.ndarray,
+    geometry: Geometry,
+    lines: Integers,
+    edges: Integers,
+    starts: Integers,
+    offsets: Integers,
+    depths: Depths,
     squares: int,
 ) -> bool:
     """Compute a strip of the maxima of one channel, or of some, and where they are in X.
@@ -293,27 +305,28 @@ def max_pool_strip(
     As in onnxruntime, the maximum is the first element of the window until a later one is larger. So it is
     NaN only if the first one is.
     """
-    _, first, last, strip = task_channels(task, geometry, y.shape[0])
-    pitch, width, step = geometry[PITCH], geometry[OUTPUT + 1], geometry[STRIDE + 1]
-    top, left, rows, columns = task_strip(geometry, strip, geometry[OUTPUT], width)
+    _, first, last, number = task_channels(task, geometry, y.shape[0])
+    pitch, width, step = geometry.pitch, geometry.output.width, geometry.stride.width
+    strip = task_strip(geometry, number, geometry.output.height, width)
+    top, left, rows, columns = strip
     if squares != 0:
         for channel in range(first, last):
             for row in range(top, top + rows):
-                place, start = 2 * row * geometry[SIZE + 1] + 2 * left, row * width + left
+                place, start = 2 * row * geometry.size.width + 2 * left, row * width + left
                 origin = channel * x.shape[2] + place
                 pool_squares(
                     x[channel, 0],
                     place,
-                    place + geometry[SIZE + 1],
+                    place + geometry.size.width,
                     y[channel],
                     indices[channel],
                     start,
                     columns,
                     origin,
-                    geometry[SIZE + 1],
+                    geometry.size.width,
                 )
         return False
-    size = len(lines) * len(edges) * (geometry[ROWS] + geometry[REACH]) * pitch + SLACK
+    size = len(lines) * len(edges) * (geometry.rows + geometry.reach.height) * pitch + SLACK
     count = rows * pitch
     memory = allocate(size + 2 * count + len(offsets) + size_of_rows(geometry))
     if len(memory) == 0:
@@ -323,28 +336,28 @@ def max_pool_strip(
     numbers = memory[size + 2 * count : size + 2 * count + len(offsets)]
     padded = memory[size + 2 * count + len(offsets) :]
     for channel in range(first, last):
-        plane, output = channel // depths[0], channel % depths[0]
-        begin, fresh = output * depths[2] - depths[3], True
-        for layer in range(max(0, begin), min(x.shape[1], begin + depths[1])):
+        plane, output = channel // depths.layers, channel % depths.layers
+        begin, fresh = output * depths.stride - depths.head, True
+        for layer in range(max(0, begin), min(x.shape[1], begin + depths.kernel)):
             values = x[plane, layer]
-            fill_boxes(boxes, padded, values, top, left, geometry, lines, edges, _LEAST)
+            fill_boxes(boxes, padded, values, strip, geometry, lines, edges, _LEAST)
             for t in range(len(offsets)):
                 numbers[t] = offsets[t] + layer * x.shape[2]
             if fresh:
-                line, number = boxes[starts[0] :], numbers[0]
+                line, place = boxes[starts[0] :], numbers[0]
                 for k in range(count):
                     best[k] = line[k]
-                    places[k] = number
-                _start_inside(best, places, values, number, top, left, rows, columns, geometry)
+                    places[k] = place
+                _start_inside(best, places, values, place, strip, geometry)
             _keep_largest(best, places, boxes, starts, numbers, 1 if fresh else 0)
             fresh = False
         for row in range(rows):
             start = (top + row) * width + left
             copy_row(y[channel, start:], best[row * pitch : row * pitch + columns])
             to, of = indices[channel, start : start + columns], places[row * pitch : row * pitch + columns]
-            line_start = (top + row) * geometry[STRIDE] - geometry[HEAD]
-            origin = plane * x.shape[1] * x.shape[2] + line_start * geometry[SIZE + 1]
-            origin += left * step - geometry[HEAD + 1]
+            line_start = (top + row) * geometry.stride.height - geometry.head.height
+            origin = plane * x.shape[1] * x.shape[2] + line_start * geometry.size.width
+            origin += left * step - geometry.head.width
             for k in range(columns):
                 to[k] = origin + k * step + int(of[k])
     release(memory)
@@ -352,7 +365,7 @@ def max_pool_strip(
 
 
 def _keep_largest(
-    best: np.ndarray, places: np.ndarray, boxes: np.ndarray, starts: np.ndarray, numbers: np.ndarray, t: int
+    best: np.ndarray, places: np.ndarray, boxes: np.ndarray, starts: Integers, numbers: np.ndarray, t: int
 ) -> None:
     """Replace what is less than the values of the taps from t on, and its place."""
     # Without branches, so that the loops are vectorized; with more taps at once they are not.
@@ -383,18 +396,16 @@ def _start_inside(
     places: np.ndarray,
     values: np.ndarray,
     number: float,
-    top: int,
-    left: int,
-    rows: int,
-    columns: int,
-    geometry: np.ndarray,
+    strip: Strip,
+    geometry: Geometry,
 ) -> None:
     """Begin with the first element of the window that is not padding, if that of the first tap is."""
-    pitch, width = geometry[PITCH], geometry[SIZE + 1]
+    top, left, rows, columns = strip
+    pitch, width = geometry.pitch, geometry.size.width
     for row in range(rows):
-        a = (top + row) * geometry[STRIDE] - geometry[HEAD]
+        a = (top + row) * geometry.stride.height - geometry.head.height
         for column in range(columns):
-            b = (left + column) * geometry[STRIDE + 1] - geometry[HEAD + 1]
+            b = (left + column) * geometry.stride.width - geometry.head.width
             if a >= 0 and b >= 0:
                 break
             place = max(a, 0) * width + max(b, 0)

@@ -10,27 +10,38 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ortgrad.compiled.functions import SLACK, copy_row
-from ortgrad.ops._windows import Windows
+from ortgrad.operators.compiled import Integers
+from ortgrad.ops._windows import Plane, Windows
 
+# The first row and column of a strip, and its rows and columns.
+Strip: TypeAlias = tuple[int, int, int, int]
 # Elements of a strip: its boxes, dY and the sums stay in the nearest caches.
 _STRIP = 4096
 
-# Places in `geometry`: first what has two numbers, for rows and columns.
-OUTPUT, SIZE, STRIDE, HEAD, REACH = 0, 2, 4, 6, 8
-PITCH = 10
-ROWS, COLUMNS = 11, 12  # of a strip: of Y for the convolution, of the boxes of X for the gradient
-STRIPS = 13  # of a channel
-EVERYWHERE = 14  # whether every element of X is in a part
-CHANNELS = 15  # of a task; those that are small enough for a single strip share one
+
+class Geometry(NamedTuple):
+    """The numbers that all tasks read."""
+
+    output: Plane
+    size: Plane
+    stride: Plane
+    head: Plane
+    reach: Plane
+    pitch: int
+    rows: int  # of a strip: of Y for the convolution, of the boxes of X for the gradient
+    columns: int
+    strips: int  # of a channel
+    everywhere: bool  # whether every element of X is in a part
+    channels: int  # of a task; those that are small enough for a single strip share one
 
 
 class Boxes(NamedTuple):
-    geometry: list[int]
+    geometry: Geometry
     lines: list[int]  # the first row of each part, and
     edges: list[int]  # the first column; there is a part for each combination
     ends: list[int]  # the number of taps in a part and those before it
@@ -39,7 +50,7 @@ class Boxes(NamedTuple):
 
 
 def boxes_of(win: Windows, channels: int, halo: bool) -> Boxes:
-    """Return the boxes for windows in one or two dimensions over so many channels."""
+    """Return the boxes for windows in one or two dimensions over `channels` channels."""
     ones, zeros = (1,) * (2 - win.rank), (0,) * (2 - win.rank)
     sizes, outputs, strides = ones + win.sizes, ones + win.outputs, ones + win.strides
     heads, kernel, dilations = zeros + win.heads, ones + win.kernel, ones + win.dilations
@@ -59,62 +70,75 @@ def boxes_of(win: Windows, channels: int, halo: bool) -> Boxes:
         offset = row // strides[0] * pitch + column // strides[1]
         found.setdefault((row % strides[0], column % strides[1]), []).append((t, offset))
     lines, edges = (sorted({part[axis] for part in found}) for axis in range(2))
-    boxes = Boxes([], lines, edges, [], [], [])
+    ends: list[int] = []
+    taps: list[int] = []
+    starts: list[int] = []
     for number, part in enumerate(itertools.product(lines, edges)):
         for t, offset in found[part]:
-            boxes.taps.append(t)
-            boxes.starts.append(number * (strip + reach[0]) * pitch + offset)
-        boxes.ends.append(len(boxes.taps))
+            taps.append(t)
+            starts.append(number * (strip + reach[0]) * pitch + offset)
+        ends.append(len(taps))
     extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     everywhere = len(found) == math.prod(strides) and all(
         (o - 1) * s + e >= n + h
         for o, s, e, n, h in zip(outputs, strides, extents, sizes, heads, strict=True)
     )
     together = min(channels, max(1, _STRIP // ((strip + reach[0]) * pitch))) if strips == 1 else 1
-    scalars = pitch, strip, columns, strips, int(everywhere), together
-    boxes.geometry.extend((*outputs, *sizes, *strides, *heads, *reach, *scalars))
-    return boxes
+    geometry = Geometry(
+        output=Plane(*outputs),
+        size=Plane(*sizes),
+        stride=Plane(*strides),
+        head=Plane(*heads),
+        reach=Plane(*reach),
+        pitch=pitch,
+        rows=strip,
+        columns=columns,
+        strips=strips,
+        everywhere=everywhere,
+        channels=together,
+    )
+    return Boxes(geometry, lines, edges, ends, taps, starts)
 
 
-def task_channels(task: int, geometry: np.ndarray, channels: int) -> tuple[int, int, int, int]:
+def task_channels(task: int, geometry: Geometry, channels: int) -> tuple[int, int, int, int]:
     """Return the sample, the first and last channel and the strip of a task."""
-    together, strip = task // geometry[STRIPS], task % geometry[STRIPS]
-    of_sample = (channels + geometry[CHANNELS] - 1) // geometry[CHANNELS]
-    first = together % of_sample * geometry[CHANNELS]
-    return together // of_sample, first, min(channels, first + geometry[CHANNELS]), strip
+    together, strip = task // geometry.strips, task % geometry.strips
+    of_sample = (channels + geometry.channels - 1) // geometry.channels
+    first = together % of_sample * geometry.channels
+    return together // of_sample, first, min(channels, first + geometry.channels), strip
 
 
-def task_strip(geometry: np.ndarray, strip: int, rows: int, columns: int) -> tuple[int, int, int, int]:
-    """Return the first row and column of a strip, and its rows and columns, of so many in all."""
-    if geometry[OUTPUT] == 1 and geometry[REACH] == 0:
-        left = strip * geometry[COLUMNS]
-        return 0, left, 1, min(geometry[COLUMNS], columns - left)
-    top = strip * geometry[ROWS]
-    return top, 0, min(geometry[ROWS], rows - top), columns
+def task_strip(geometry: Geometry, strip: int, rows: int, columns: int) -> Strip:
+    """Return the first row and column of a strip, and its size, for `rows` and `columns` in all."""
+    if geometry.output.height == 1 and geometry.reach.height == 0:
+        left = strip * geometry.columns
+        return 0, left, 1, min(geometry.columns, columns - left)
+    top = strip * geometry.rows
+    return top, 0, min(geometry.rows, rows - top), columns
 
 
-def size_of_rows(geometry: np.ndarray) -> int:
+def size_of_rows(geometry: Geometry) -> int:
     """Return the size of the padded rows before they are divided into parts; 0 if they are not."""
-    step = geometry[STRIDE + 1]
-    return (geometry[ROWS] + geometry[REACH]) * geometry[PITCH] * step if step > 1 else 0
+    step = geometry.stride.width
+    return (geometry.rows + geometry.reach.height) * geometry.pitch * step if step > 1 else 0
 
 
 def fill_boxes(
     boxes: np.ndarray,
     padded: np.ndarray,
     channel: np.ndarray,
-    top: int,
-    left: int,
-    geometry: np.ndarray,
-    lines: np.ndarray,
-    edges: np.ndarray,
+    strip: Strip,
+    geometry: Geometry,
+    lines: Integers,
+    edges: Integers,
     padding: float,
 ) -> None:
     """Copy the rows that a strip of outputs reads into the boxes of all parts."""
-    pitch, width, step = geometry[PITCH], geometry[SIZE + 1], geometry[STRIDE + 1]
-    count = geometry[ROWS] + geometry[REACH]
+    top, left, _, _ = strip
+    pitch, width, step = geometry.pitch, geometry.size.width, geometry.stride.width
+    count = geometry.rows + geometry.reach.height
     # What the padded rows hold of X, and where that is.
-    shift = geometry[HEAD + 1] - left * step
+    shift = geometry.head.width - left * step
     low = min(pitch * step, max(0, shift))
     high = min(pitch * step, max(low, width + shift))
     rest = boxes[len(lines) * len(edges) * count * pitch :]
@@ -126,8 +150,8 @@ def fill_boxes(
         for k in range(len(box)):
             box[k] = padding
         for row in range(count if low < high else 0):
-            a = (top + row) * geometry[STRIDE] + lines[i] - geometry[HEAD]
-            if a >= 0 and a < geometry[SIZE]:
+            a = (top + row) * geometry.stride.height + lines[i] - geometry.head.height
+            if a >= 0 and a < geometry.size.height:
                 place = row * pitch * step
                 copy_row(box[place + low : place + high], channel[a * width + low - shift :])
         if step > 1:
@@ -145,17 +169,15 @@ def write_rows(
     channel: np.ndarray,
     sums: np.ndarray,
     padded: np.ndarray,
-    top: int,
-    left: int,
-    rows: int,
-    columns: int,
+    strip: Strip,
     line: int,
-    edges: np.ndarray,
-    geometry: np.ndarray,
+    edges: Integers,
+    geometry: Geometry,
 ) -> None:
     """Write the sums of all parts with the same rows to where they are in dX."""
-    pitch, width, step = geometry[PITCH], geometry[SIZE + 1], geometry[STRIDE + 1]
-    shift = geometry[HEAD + 1] - left * step
+    top, left, rows, columns = strip
+    pitch, width, step = geometry.pitch, geometry.size.width, geometry.stride.width
+    shift = geometry.head.width - left * step
     low = max(0, shift)
     high = min(columns * step, width + shift)
     if low >= high:
@@ -177,24 +199,23 @@ def write_rows(
                 for k in range(size):
                     to[k * step] = of[k]
     for row in range(rows):
-        a = (top + row) * geometry[STRIDE] + line - geometry[HEAD]
-        if a >= 0 and a < geometry[SIZE]:
+        a = (top + row) * geometry.stride.height + line - geometry.head.height
+        if a >= 0 and a < geometry.size.height:
             place = row * pitch * step
             copy_row(channel[a * width + low - shift :], values[place + low : place + high])
 
 
-def clear_strip(
-    channel: np.ndarray, top: int, left: int, rows: int, columns: int, geometry: np.ndarray
-) -> None:
+def clear_strip(channel: np.ndarray, strip: Strip, geometry: Geometry) -> None:
     """Set dX to 0 in a strip, and behind it if it is the last one."""
-    width, size = geometry[SIZE + 1], geometry[SIZE]
-    first = min(size, max(0, top * geometry[STRIDE] - geometry[HEAD]))
-    last = min(size, max(0, (top + rows) * geometry[STRIDE] - geometry[HEAD]))
-    if top + rows == geometry[OUTPUT] + geometry[REACH]:
+    top, left, rows, columns = strip
+    width, size = geometry.size.width, geometry.size.height
+    first = min(size, max(0, top * geometry.stride.height - geometry.head.height))
+    last = min(size, max(0, (top + rows) * geometry.stride.height - geometry.head.height))
+    if top + rows == geometry.output.height + geometry.reach.height:
         last = size
-    low = min(width, max(0, left * geometry[STRIDE + 1] - geometry[HEAD + 1]))
-    high = min(width, max(0, (left + columns) * geometry[STRIDE + 1] - geometry[HEAD + 1]))
-    if left + columns == geometry[OUTPUT + 1] + geometry[REACH + 1]:
+    low = min(width, max(0, left * geometry.stride.width - geometry.head.width))
+    high = min(width, max(0, (left + columns) * geometry.stride.width - geometry.head.width))
+    if left + columns == geometry.output.width + geometry.reach.width:
         high = width
     for row in range(first, last):
         line = channel[row * width + low : row * width + high]

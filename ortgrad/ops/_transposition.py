@@ -8,7 +8,7 @@ from ortgrad.compiled.functions import TILE, transpose
 
 
 def turn(turned: np.ndarray, matrix: np.ndarray, first: int, rows: int) -> None:
-    """Copy up to TILE columns of a matrix with so many rows, from `first` on, into rows."""
+    """Copy up to TILE columns of a matrix with `rows` rows, from `first` on, into rows."""
     columns = len(matrix) // rows
     count, done = min(TILE, columns - first), 0
     while count == TILE and done + TILE <= rows:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
+from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops import _batch_kernels
 from ortgrad.ops._kernels import blockwise
@@ -214,16 +215,21 @@ def batch_norm_internal_body(
 
 
 batch_normalization_grad.compiled(
-    views=[3, 3, 1, 1, 1, 3, 1, 1],
+    views={"dy": 3, "x": 3, "scale": 1, "mean": 1, "inv": 1, "dx": 3, "d_scale": 1, "d_bias": 1},
+    scratch={"sums": 3, "factors": 3},
     plan=_batch_kernels.grad_plan,
     first=_batch_kernels.grad_sums,
-    scratch=[3, 3],
 )(_batch_kernels.grad_apply)
 batch_norm_internal.compiled(
-    views=[3, 1, 1, 1, 1, 3, 1, 1, 1, 1],
+    views={
+        "x": 3,
+        **vectors("scale b input_mean input_var"),
+        "y": 3,
+        **vectors("running_mean running_var saved_mean saved_inv"),
+    },
+    scratch={"sums": 3, "factors": 3},
     plan=_batch_kernels.internal_plan,
     first=_batch_kernels.internal_sums,
-    scratch=[3, 3],
 )(_batch_kernels.internal_apply)
 
 

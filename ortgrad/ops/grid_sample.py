@@ -134,9 +134,9 @@ def _plan(dy: tuple[int, ...], x: tuple[int, ...], *others: Any, **attributes: A
     return _grid_kernels.plan(dy, x, *others, **attributes)
 
 
-grid_sample_grad.compiled(views=[3] * 5, plan=_plan, first=_grid_kernels.grid_points)(
-    _grid_kernels.grid_channels
-)
+grid_sample_grad.compiled(
+    views=dict.fromkeys(("dy", "x", "grid", "dx", "dgrid"), 3), plan=_plan, first=_grid_kernels.grid_points
+)(_grid_kernels.grid_channels)
 
 
 @grid_sample_grad.onnx

@@ -248,15 +248,17 @@ def gather_nd_grad_body(
     return scatter_back(op, dy, shape, lambda x: op.GatherND(x, indices, batch_dims=batch_dims))
 
 
-gather_grad.compiled(views=[1, 1, 3, 2], plan=_index_kernels.gather_plan)(_index_kernels.gather_grad_rows)
+gather_grad.compiled(views={"shape": 1, "indices": 1, "dy": 3, "dx": 2}, plan=_index_kernels.gather_plan)(
+    _index_kernels.gather_grad_rows
+)
 gather_elements_grad.compiled(
-    views=[3, 1, 3, 1],
+    views={"dy": 3, "shape": 1, "indices": 3, "dx": 1},
     plan=_index_kernels.gather_elements_plan,
     first=_index_kernels.gather_elements_grad_clear,
 )(_index_kernels.gather_elements_grad_part)
-gather_nd_grad.compiled(views=[1, 3, 3, 2], plan=_index_kernels.gather_nd_plan)(
-    _index_kernels.gather_nd_grad_rows
-)
+gather_nd_grad.compiled(
+    views={"shape": 1, "indices": 3, "dy": 3, "dx": 2}, plan=_index_kernels.gather_nd_plan
+)(_index_kernels.gather_nd_grad_rows)
 
 
 @gradient("Gather")

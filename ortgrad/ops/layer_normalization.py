@@ -199,22 +199,22 @@ def invertible_layer_normalization_grad_body(
 
 
 layer_normalization_grad.compiled(
-    views=[2, 2, 1, 1, 1, 2, 1, 1],
+    views={"dy": 2, "x": 2, "scale": 1, "mean": 1, "inv": 1, "dx": 2, "d_scale": 1, "d_bias": 1},
+    scratch={"scale_sums": 2, "bias_sums": 2},
     plan=_layer_kernels.layer_plan,
     first=_layer_kernels.layer_grad_rows,
-    scratch=[2, 2],
 )(_layer_kernels.layer_grad_columns)
 simplified_layer_normalization_grad.compiled(
-    views=[2, 2, 1, 1, 2, 1],
+    views={"dy": 2, "x": 2, "scale": 1, "inv": 1, "dx": 2, "d_scale": 1},
+    scratch={"scale_sums": 2},
     plan=_layer_kernels.simplified_plan,
     first=_layer_kernels.simplified_layer_grad_rows,
-    scratch=[2],
 )(_layer_kernels.simplified_layer_grad_columns)
 invertible_layer_normalization_grad.compiled(
-    views=[2, 2, 1, 1, 1, 2, 1, 1],
+    views={"dy": 2, "y": 2, "scale": 1, "bias": 1, "inv": 1, "dx": 2, "d_scale": 1, "d_bias": 1},
+    scratch={"scale_sums": 2, "bias_sums": 2},
     plan=_layer_kernels.layer_plan,
     first=_layer_kernels.invertible_layer_grad_rows,
-    scratch=[2, 2],
 )(_layer_kernels.layer_grad_columns)
 
 

@@ -71,9 +71,7 @@ def _plan(
     )
 
 
-def add_labels(
-    task: int, log_prob: np.ndarray, label: np.ndarray, loss: np.ndarray, sums: np.ndarray, mean: int
-) -> bool:
+def add_labels(task: int, log_prob: np.ndarray, label: np.ndarray, sums: np.ndarray) -> bool:
     """Add up what some labels pick; fails if one is out of range."""
     total, classes, positions = double(0.0), log_prob.shape[1], log_prob.shape[2]
     for k in range(task * _LABELS, min((task + 1) * _LABELS, len(label))):
@@ -84,10 +82,10 @@ def add_labels(
     return False
 
 
-@negative_log_likelihood.compiled(views=[3, 1, 1], plan=_plan, first=add_labels, scratch=[1])
-def add_sums(
-    task: int, log_prob: np.ndarray, label: np.ndarray, loss: np.ndarray, sums: np.ndarray, mean: int
-) -> None:
+@negative_log_likelihood.compiled(
+    views={"log_prob": 3, "label": 1, "loss": 1}, scratch={"sums": 1}, plan=_plan, first=add_labels
+)
+def add_sums(task: int, label: np.ndarray, loss: np.ndarray, sums: np.ndarray, mean: int) -> None:
     total = double(0.0)
     for k in range(len(sums)):
         total += double(sums[k])

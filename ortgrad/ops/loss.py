@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from onnx import TensorProto
@@ -12,6 +12,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.compiled.functions import SUMS, double, doubles, exp
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._sums import CHUNK, groups_of
 from ortgrad.ops._types import is_double, is_half
@@ -128,6 +129,17 @@ def softmax_cross_entropy_loss_grad_body(
 _LABELS = 1 << 14
 
 
+class Numbers(NamedTuple):
+    """The numbers that all tasks read."""
+
+    mean: bool
+    per_sample: bool  # whether dY has an element for each label
+    ignores: bool  # whether there is an index that is ignored
+    ignored: int
+    classes: int
+    groups: int  # of positions
+
+
 def _plan(
     dy: tuple[int, ...],
     log_prob: tuple[int, ...],
@@ -141,38 +153,33 @@ def _plan(
     """The tensors with the axes sample, class and position; a task is for one sample, or SUMS positions."""
     samples, classes, positions = log_prob[0], log_prob[1], math.prod(log_prob[2:])
     blocks = -(-samples * positions // _LABELS)
-    numbers = {
-        "mean": reduction == "mean",
-        "per_sample": reduction == "none",
-        "ignores": ignore_index is not None,
-        "ignored": ignore_index or 0,
-        "classes": classes,
-        "groups": groups_of(positions),
-    }
+    numbers = Numbers(
+        mean=reduction == "mean",
+        per_sample=reduction == "none",
+        ignores=ignore_index is not None,
+        ignored=ignore_index or 0,
+        classes=classes,
+        groups=groups_of(positions),
+    )
     # With one position per sample, the classes are the last axis, along which a kernel is fast.
     shape = (samples, 1, classes) if positions == 1 else (samples, classes, positions)
     views = [(math.prod(dy),), shape, (samples * positions,), weight or (0,), shape]
     # An exponential takes some time.
     work = 8 * math.prod(shape)
-    return Plan((blocks, samples * groups_of(positions)), views, numbers, work, scratch=[(blocks,)])
+    return Plan(
+        (blocks, samples * groups_of(positions)),
+        views,
+        {"numbers": numbers_of(numbers)},
+        work,
+        scratch=[(blocks,)],
+    )
 
 
 def loss_grad_labels(
-    task: int,
-    dy: np.ndarray,
-    log_prob: np.ndarray,
-    label: np.ndarray,
-    weight: np.ndarray,
-    d_logits: np.ndarray,
-    sums: np.ndarray,
-    mean: int,
-    per_sample: int,
-    ignores: int,
-    ignored: int,
-    classes: int,
-    groups: int,
+    task: int, label: np.ndarray, weight: np.ndarray, sums: np.ndarray, numbers: Numbers
 ) -> bool:
     """Check some labels, and add up their weights."""
+    ignores, ignored, classes = numbers.ignores, numbers.ignored, numbers.classes
     total = double(0.0)
     for first in range(task * _LABELS, min((task + 1) * _LABELS, len(label)), CHUNK):
         part = double(0.0)
@@ -187,7 +194,10 @@ def loss_grad_labels(
 
 
 @softmax_cross_entropy_loss_grad.compiled(
-    views=[1, 3, 1, 1, 3], plan=_plan, first=loss_grad_labels, scratch=[1]
+    views={"dy": 1, "log_prob": 3, "label": 1, "weight": 1, "d_logits": 3},
+    scratch={"sums": 1},
+    plan=_plan,
+    first=loss_grad_labels,
 )
 def loss_grad_samples(
     task: int,
@@ -197,13 +207,10 @@ def loss_grad_samples(
     weight: np.ndarray,
     d_logits: np.ndarray,
     sums: np.ndarray,
-    mean: int,
-    per_sample: int,
-    ignores: int,
-    ignored: int,
-    classes: int,
-    groups: int,
+    numbers: Numbers,
 ) -> None:
+    mean, per_sample, classes = numbers.mean, numbers.per_sample, numbers.classes
+    ignores, ignored, groups = numbers.ignores, numbers.ignored, numbers.groups
     positions = len(label) // log_prob.shape[0]
     i, first = task // groups, task % groups * SUMS
     width = min(SUMS, positions - first)

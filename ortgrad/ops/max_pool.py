@@ -103,4 +103,4 @@ def _plan(x: tuple[int, ...], y: tuple[int, ...], indices: tuple[int, ...], **at
     return _pools.plan_max_pool(x, y, _windows(x[2:], **attributes))
 
 
-max_pool_with_indices.compiled(views=[3, 2, 2], plan=_plan)(_pools.max_pool_strip)
+max_pool_with_indices.compiled(views={"x": 3, "y": 2, "indices": 2}, plan=_plan)(_pools.max_pool_strip)

@@ -14,7 +14,7 @@ import numpy as np
 from ortgrad.compiled.functions import SUMS, double, doubles, sqrt
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
-from ortgrad.ops._batch_kernels import add_moments, channel_plan, moments
+from ortgrad.ops._batch_kernels import Division, add_moments, channel_plan, moments
 from ortgrad.ops._normalization import inverse_root, statistics
 from ortgrad.ops._sums import groups_of
 
@@ -123,33 +123,30 @@ def _plan(
 def moment_sums(
     task: int,
     x: np.ndarray,
-    mean: np.ndarray,
     inverse: np.ndarray,
     sums: np.ndarray,
-    step: int,
-    groups: int,
-    flat: int,
-    epsilon: float,
+    division: Division,
     centred: int,
 ) -> None:
-    add_moments(task, x, sums, len(inverse), step, groups, flat, centred)
+    add_moments(task, x, sums, len(inverse), division, centred)
 
 
-@moments_of.compiled(views=[3, 1, 1], plan=_plan, first=moment_sums, scratch=[3])
+@moments_of.compiled(
+    views={"x": 3, "mean": 1, "inverse": 1}, scratch={"sums": 3}, plan=_plan, first=moment_sums
+)
 def moments_of_channels(
     task: int,
     x: np.ndarray,
     mean: np.ndarray,
     inverse: np.ndarray,
     sums: np.ndarray,
-    step: int,
-    groups: int,
-    flat: int,
+    division: Division,
     epsilon: float,
     centred: int,
 ) -> None:
     first = task * SUMS
     last = min(first + SUMS, len(inverse))
+    step, flat = division.step, division.flat
     samples, rest = x.shape[0], 1 if flat else x.shape[2]
     means, variances = doubles(), doubles()
     if centred:

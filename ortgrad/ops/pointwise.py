@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv import _body, _numpy
 from ortgrad.ops.conv._few_positions import Few, few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
-from ortgrad.ops.conv._geometry import Geometry
+from ortgrad.ops.conv._geometry import Geometry, volume
 from ortgrad.ops.conv.conv import DECLARATION
 
 
@@ -48,7 +48,7 @@ def is_pointwise(w: Sequence[int | None], attributes: dict[str, Any]) -> bool:
 
 
 def _dx_pays(few: FewPositions) -> bool:
-    """Return whether dX is faster without Gemm, which copies W for every product, as was measured."""
+    """Return whether dX was measured to be faster without Gemm, which copies W for every product."""
     elements = few.rows * few.channels
     few_products = elements <= 1 << 15 and elements * few.filters <= 1 << 22
     return 2 <= few.rows <= 112 and few.filters >= 32 and few_products
@@ -58,6 +58,17 @@ def _dw_pays(few: FewPositions) -> bool:
     """The same for dW. The products of one sample are as fast with Gemm."""
     small = few.rows <= 32 or (few.rows <= 400 and few.filters * few.channels <= 1 << 14)
     return few.samples > 1 and small
+
+
+class Tasks(NamedTuple):
+    """How many tasks of each kind there are, and the filters of a task for dB."""
+
+    few_dx: int
+    few_dw: int
+    turns: int
+    copies: int
+    sums: int
+    biases: int
 
 
 def plan(
@@ -120,21 +131,21 @@ def plan(
     work = sizes[2] * turned, (sizes[0] + sizes[1]) * joined, samples * sizes[4] * summed
     few_work = products // 16 * (few_dx + few_dw)
     others = turns + copies + sums + (-(-filters // few.biases_of_task) if db is not None else 0)
+    tasks = Tasks(
+        few_dx=few_tasks.dx_tasks,
+        few_dw=few_tasks.dw_tasks,
+        turns=turns,
+        copies=copies,
+        sums=sums,
+        biases=few.biases_of_task,
+    )
     return Plan(
         tasks=few_tasks.dx_tasks + few_tasks.dw_tasks + others,
         views=[(size,) for size in sizes],
         numbers={
-            "samples": samples,
-            "filters": filters,
-            "positions": positions,
-            "turns": turns,
-            "copies": copies,
-            "sums": sums,
-            "biases": few.biases_of_task,
             "geometry": numbers_of(few.geometry),
             "few": numbers_of(few_tasks.numbers),
-            "few_dx": few_tasks.dx_tasks,
-            "few_dw": few_tasks.dw_tasks,
+            "tasks": numbers_of(tasks),
             "offsets": [0],
         },
         work=max(1, sum(work) + few_work + sizes[0] * (db is not None)),
@@ -163,31 +174,25 @@ def pointwise_task(
     joined_x: np.ndarray,
     products: np.ndarray,
     memory: np.ndarray,
-    samples: int,
-    filters: int,
-    positions: int,
-    turns: int,
-    copies: int,
-    sums: int,
-    biases: int,
     geometry: Geometry,
     few: Few,
-    few_dx: int,
-    few_dw: int,
+    tasks: Tasks,
     offsets: Integers,
 ) -> bool:
     """Compute dX or dW of few positions; transpose W of some channels, join the samples of a channel, add up
     dW of them, or dB of some filters."""
-    if task < few_dx:
+    samples, filters, positions = geometry.samples, geometry.filters, volume(geometry.output)
+    if task < tasks.few_dx:
         return few_channels_task(task, dy, w, dx, memory, geometry, few, offsets)
-    task -= few_dx
-    if task < few_dw:
+    task -= tasks.few_dx
+    if task < tasks.few_dw:
         return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
-    task -= few_dw
-    if task < turns:
+    task -= tasks.few_dw
+    if task < tasks.turns:
         turn(turned, w, task * TILE, filters)
         return False
-    task -= turns
+    task -= tasks.turns
+    copies, sums, biases = tasks.copies, tasks.sums, tasks.biases
     if task < copies:
         if task < filters:
             _join(joined_dy, dy, task, filters, samples, positions)

@@ -136,7 +136,9 @@ def _plan_max(
     return _pools.plan_max(dy, dx, storage_order == 1, blank)
 
 
-max_pool_grad.compiled(views=[2, 2, 1, 2], plan=_plan_max)(_pools.max_pool_grad_channel)
+max_pool_grad.compiled(views={"dy": 2, "indices": 2, "x_shape": 1, "dx": 2}, plan=_plan_max)(
+    _pools.max_pool_grad_channel
+)
 
 
 def _require_order(storage_order: int) -> None:
@@ -281,7 +283,9 @@ def _plan_average(
     return _pools.plan_average(dy, dx, w, _divisors(w, count_include_pad, attributes["ceil_mode"]))
 
 
-average_pool_grad.compiled(views=[3, 1, 2], plan=_plan_average)(_pools.average_pool_grad_strip)
+average_pool_grad.compiled(views={"dy": 3, "x_shape": 1, "dx": 2}, plan=_plan_average)(
+    _pools.average_pool_grad_strip
+)
 
 
 def _divisors(w: Windows, count_include_pad: int, ceil_mode: int) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
-from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.compiled import Matrix, Plan, Product, vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
 from ortgrad.operators.gemm import is_steady
 from ortgrad.ops._transposition import turn
@@ -74,16 +74,11 @@ def plan(a: Sequence[int], b: Sequence[int], y: Sequence[int]) -> Plan | None:
     )
 
 
-@transposed_product.compiled(views=[1] * 3, scratch=[1, 1], plan=plan, products=True)
+@transposed_product.compiled(
+    views=vectors("a b y"), scratch=vectors("turned turned_b"), plan=plan, products=True
+)
 def transposed_product_task(
-    task: int,
-    a: np.ndarray,
-    b: np.ndarray,
-    y: np.ndarray,
-    turned: np.ndarray,
-    turned_b: np.ndarray,
-    terms: int,
-    turns: int,
+    task: int, a: np.ndarray, b: np.ndarray, turned: np.ndarray, turned_b: np.ndarray, terms: int, turns: int
 ) -> None:
     """Copy up to TILE columns of A, or of B, into rows."""
     if task < turns:

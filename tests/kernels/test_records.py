@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from ortgrad.compiled.functions import subrecord
-from ortgrad.compiled.source import source_of
+from ortgrad.compiled.source import functions_of, source_of
 from ortgrad.errors import RegistrationError
 from ortgrad.operators.compiled import CompiledKernel, Integers
-from ortgrad.operators.declaration import all_operators
+from ortgrad.operators.declaration import Operator, all_operators
 from ortgrad.operators.records import numbers_of, size_of
 
 
@@ -85,12 +86,43 @@ def test_a_tensor_that_is_not_declared_is_refused() -> None:
         kernel(by_name, last=wrong)
 
 
-def test_fields_of_all_kernels_exist() -> None:
-    """The sources of most kernels are otherwise made only when they are compiled."""
+def types_of(operator: Operator) -> list[str]:
+    """An element type for each input and output."""
+    slots = (*operator.inputs, *operator.outputs)
+    return [operator.types.get(slot.type, (slot.type,))[0] for slot in slots]
+
+
+# The functions of kernels that take more than eight arguments.
+LONG = {
+    "tensors that a phase reads or writes": """
+        average_pool_grad_strip conv_grad_task convolve convolve_positions convolve_strip convolve_tiles
+        differentiate differentiate_strip gather_elements_grad_part grad_apply gru_grad_steps
+        gru_grad_weights gru_steps internal_apply invertible_layer_grad_rows layer_grad_rows
+        lstm_grad_steps lstm_steps max_pool_strip pointwise_task convolve_rows channels_task _embed_quotients
+        """,
+    "places in memory, and what is there": """
+        _add_up _copy_seen _finish _finish_block _load _load_planes _locate _pack _place _runs _store
+        _transform_block transform_tiles
+        """,
+}
+
+
+def test_functions_take_only_what_they_read() -> None:
+    """Fields that do not exist are found, too: the sources are otherwise made when a session is.
+
+    The first parameter of a phase is the number of the task, whether it is read or not.
+    """
+    allowed, many = {name for names in LONG.values() for name in names.split()}, set()
     for operator in all_operators(internal=True):
-        if operator.compiled_kernel is not None:
-            types = [
-                operator.types.get(slot.type, (slot.type,))[0]
-                for slot in (*operator.inputs, *operator.outputs)
-            ]
-            assert source_of(operator.compiled_kernel, types).phases
+        if operator.compiled_kernel is None or operator.compiled_kernel.elementwise:
+            continue
+        source = source_of(operator.compiled_kernel, types_of(operator))
+        for function in functions_of(source.phases):
+            (tree,) = ast.parse(function.text).body
+            assert isinstance(tree, ast.FunctionDef)
+            names = [argument.arg for argument in tree.args.args]
+            read = {node.id for each in tree.body for node in ast.walk(each) if isinstance(node, ast.Name)}
+            assert not {*names} - read - {"task"}, f"{function.name} of {operator.name}"
+            if len(names) > 8:
+                many.add(function.name)
+    assert many == allowed

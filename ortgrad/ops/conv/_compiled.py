@@ -2,8 +2,8 @@
 
 dX is a convolution of dY, in a box with zeros around it, with the weights. A tile has a row for each of some
 channels and columns for consecutive positions, so that a tap of the kernel is a shift of the columns. With
-strides, dX is divided into parts, each of which has its own taps and is such a convolution; those that share
-rows of dX are written in turns. Where rows of dX are short, the columns are copied together first, as they
+strides, dX is divided into parts, each of which has its own taps and is such a convolution; parts that share
+rows of dX are interleaved. Where rows of dX are short, the columns are copied together first, as they
 would otherwise hold many zeros.
 
 dW is the product of X, in a box with its padding, and the transposed dY. A tile has a row for each of some
@@ -142,7 +142,7 @@ def plan(
 
 
 def _dx_time(few: FewPositions, division: _Division) -> float:
-    """About how long dX takes, in nanoseconds, as was measured."""
+    """Return about how long dX takes, in nanoseconds; the constants were fitted to measurements."""
     filters, channels = few.filters * few.group, few.channels * few.group
     boxes, lines = math.prod(division.box), division.box[0] * division.box[1]
     time = 2100 + 406 * division.table()[0] + 0.0184 * TILE * filters * division.cost
@@ -165,7 +165,7 @@ def _dw_time(few: FewPositions, ranges: list[Range], skips: bool) -> float:
 
 
 def is_fastest(dy: Known, x: Known, w: Known, *, group: int, strides: Sequence[int] | None, **_: Any) -> bool:
-    """Return whether the compiled kernel is faster than the body, as was measured."""
+    """Return whether the compiled kernel was measured to be faster than the body."""
     if w is None:
         return True
     if len(w) > 5 or (w[1] == 1 and group > 1):
@@ -320,7 +320,7 @@ class _Division:
 
 
 def _pairs_of_task(blocks: int, pairs: int, tasks: int, taps: int) -> int:
-    """Return the number of pairs of channel and tap of a task, for so many blocks of filters.
+    """Return the number of pairs of channel and tap of a task, for `blocks` blocks of filters.
 
     It is a multiple of the number of taps of a tile.
     """

@@ -112,7 +112,7 @@ def _place_in_row(part: Part, geometry: Geometry) -> int:
 
 
 def _write_both(into: np.ndarray, even: np.ndarray, odd: np.ndarray, count: int) -> None:
-    """Write elements of two rows in turns."""
+    """Interleave the elements of two rows."""
     for k in range(count):
         into[2 * k] = even[k]
         into[2 * k + 1] = odd[k]

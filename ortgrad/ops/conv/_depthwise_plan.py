@@ -205,7 +205,7 @@ class Division:
         return Tables(geometry, strips, rows, products, x_places, dy_places, taps, self._starts, self._starts)
 
     def _in_pieces(self, rows: int, size: int, planes: Planes, tables: Callable[..., Tables]) -> Tables:
-        """Return the tables of pieces of so many rows of dY, or of X divided by the stride."""
+        """Return the tables of pieces of `size` rows of dY, or of X divided by the stride."""
         win = self.win
         top = win.heads[0] + win.extents[0]
         high = (top + size + 1) * win.strides[0] + top, top + size
@@ -435,7 +435,7 @@ _KEPT = ("kernel", "strides", "dilations", "heads", "tails")
 def _piece(rows: int, each: int, fixed: int, least: int, taps: int, planes: Planes) -> int:
     """Return how many of the rows a piece has that fills a lane; 0 if lanes are channels.
 
-    A row takes so many vectors, and a piece the others. The work is that of all vectors.
+    A row takes `each` vectors, and a piece `fixed` more. The work is that of all vectors.
     """
     if planes.channels % TILE == 0:
         return 0
@@ -457,7 +457,7 @@ def _piece(rows: int, each: int, fixed: int, least: int, taps: int, planes: Plan
 
 
 def _strips(rows: int, each: int, fixed: int, least: int) -> list[tuple[int, int]]:
-    """Divide rows into strips, with so many vectors for each row and, beside them, for a strip."""
+    """Divide rows into strips; a row takes `each` vectors, and a strip `fixed` more."""
     count = -(-rows // max(1, least, (_STRIP - fixed) // each))
     size = -(-rows // count)
     return [(first, min(first + size, rows)) for first in range(0, rows, size)]

@@ -125,7 +125,7 @@ class Division:
 
     @classmethod
     def of(cls, few: FewPositions, tasks: int, *, dx: bool, dw: bool) -> Division:
-        """Divide what is to be computed in this way into about so many tasks each."""
+        """Divide dX and dW, if this way computes them, into about `tasks` tasks each."""
         channels, taps, rows = few.channels, few.taps, few.rows
         plane = 0 if few.in_place else few.samples * math.prod(few.box)
         most = max(TILE, -(-channels * few.group // tasks))

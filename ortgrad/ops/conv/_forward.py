@@ -29,13 +29,14 @@ from ortgrad.compiled.functions import (
 )
 from ortgrad.operators.compiled import Integers, Plan
 from ortgrad.operators.records import numbers_of
+from ortgrad.ops._rows import add_to
 from ortgrad.ops._windows import windows
 from ortgrad.ops.conv._compiled import _in_three_dimensions, _place, _reaches
 from ortgrad.ops.conv._forward_geometry import (
     Geometry,
     activation_numbers,
 )
-from ortgrad.ops.conv._forward_rows import add, convolve_rows, finish
+from ortgrad.ops.conv._forward_rows import convolve_rows, finish
 from ortgrad.ops.conv._geometry import COLUMNS, TERMS, Spatial, volume
 from ortgrad.ops.conv._memory import aligned
 
@@ -264,7 +265,7 @@ def convolve_positions(
             place, here = (sample * geometry.groups * filters + m) * outputs + p, results + k * rows + at
             values = sums[here : here + n]
             if len(z) > 0:
-                add(values, z[place : place + n])
+                add_to(values, z[place : place + n])
             finish(y[place : place + n], values, bias, activation, low, high)
             at += n
     release(memory)

@@ -17,6 +17,7 @@ from ortgrad.compiled.functions import (
     release,
 )
 from ortgrad.operators.compiled import Integers
+from ortgrad.ops._rows import add_to
 from ortgrad.ops.conv._forward_geometry import (
     CLIP,
     Geometry,
@@ -98,17 +99,12 @@ def convolve_rows(
             place, at = result + row * width + column, m * room + p - first
             values = sums[at : at + n]
             if len(z) > 0:
-                add(values, z[place : place + n])
+                add_to(values, z[place : place + n])
             finish(y[place : place + n], values, bias, activation, low, high)
             p += n
     release(sums)
     release(integers)
     return False
-
-
-def add(values: np.ndarray, others: np.ndarray) -> None:
-    for k in range(len(values)):
-        values[k] += others[k]
 
 
 def finish(y: np.ndarray, sums: np.ndarray, bias: float, activation: int, low: float, high: float) -> None:

@@ -34,8 +34,9 @@ from ortgrad.compiled.functions import (
     transform,
     transpose,
 )
+from ortgrad.ops._rows import add_to
 from ortgrad.ops._windows import Plane
-from ortgrad.ops.conv._forward_rows import add, finish
+from ortgrad.ops.conv._forward_rows import finish
 from ortgrad.ops.conv._geometry import COLUMNS, TERMS
 from ortgrad.ops.conv._memory import aligned
 
@@ -199,7 +200,7 @@ class Convolution(NamedTuple):
 
 
 def fits(win: Windows, channels: int, filters: int) -> bool:
-    """Return whether windows and tensors are such as these kernels support."""
+    """Return whether these kernels support the windows and tensors."""
     return (
         win.kernel == (3, 3)
         and max(*win.strides, *win.dilations) == 1
@@ -327,9 +328,7 @@ def convolve_tiles(
     """Compute some filters for some tiles; return whether there is no memory, or a result is not finite."""
     channels, filters, most = box.channels, convolution.filters, convolution.tiles
     padded = (channels + TILE - 1) // TILE * TILE
-    height, width = convolution.output.height, convolution.output.width
-    across = (width + 1) // 2
-    of_sample = (height + 1) // 2 * across
+    of_sample = (convolution.output.height + 1) // 2 * ((convolution.output.width + 1) // 2)
     first = task % convolution.units * most
     count = min(most, box.samples * of_sample - first)
     rows, results = 2 * most, POINTS * (most * (padded + COLUMNS) + 2 * TILE)
@@ -352,7 +351,7 @@ def convolve_tiles(
     for t in range(count):
         starts[t] = t * padded
     transform_tiles(values, first, count, most, aligned(boxes), 0, padded, box, convolution)
-    number = _list_runs(runs, first, count, of_sample, across, filters, height, width)
+    number = _list_runs(runs, first, count, convolution)
     # Columns that are for no filter have a multiple of TILE as well.
     whole = (filters + TILE - 1) // TILE * TILE
     right, wrong = aligned(transformed if own else weights), False
@@ -418,10 +417,8 @@ def convolve_tiles(
             runs[: 4 * number],
             block,
             rows,
-            filters,
-            height,
-            width,
             min(columns, filters - block),
+            convolution,
             activation,
             low,
             high,
@@ -470,21 +467,20 @@ def _list_runs(
     runs: np.ndarray,
     first: int,
     count: int,
-    of_sample: int,
-    across: int,
-    filters: int,
-    height: int,
-    width: int,
+    convolution: ConvolutionGeometry,
 ) -> int:
     """Write the runs of tiles beside each other: the first one, its place in the result of the first filter,
     the length of the result, and how many rows it has. Return their number."""
+    height, width = convolution.output.height, convolution.output.width
+    across = (width + 1) // 2
+    of_sample = (height + 1) // 2 * across
     at = number = 0
     while at < count:
         sample, tile = (first + at) // of_sample, (first + at) % of_sample
         i, k = tile // across, tile % across
         n = min(count - at, across - k)
         runs[4 * number] = at
-        runs[4 * number + 1] = (sample * filters * height + 2 * i) * width + 2 * k
+        runs[4 * number + 1] = (sample * convolution.filters * height + 2 * i) * width + 2 * k
         runs[4 * number + 2] = min(2 * n, width - 2 * k)
         runs[4 * number + 3] = min(2, height - 2 * i)
         at += n
@@ -500,15 +496,14 @@ def _finish_block(
     runs: np.ndarray,
     block: int,
     rows: int,
-    filters: int,
-    height: int,
-    width: int,
     count: int,
+    convolution: ConvolutionGeometry,
     activation: int,
     low: float,
     high: float,
 ) -> None:
     """Write the results of some filters, after what is applied to them."""
+    filters, height, width = convolution.filters, convolution.output.height, convolution.output.width
     columns = min(COLUMNS, (filters + TILE - 1) // TILE * TILE - block)
     other = sums[2 * columns * rows : (2 * columns + 1) * rows]
     for k in range(count):
@@ -519,7 +514,7 @@ def _finish_block(
             for run in range(0, len(runs) if len(z) > 0 else 0, 4):
                 at, n = place + runs[run + 1], runs[run + 2]
                 if half < runs[run + 3]:
-                    add(line[2 * runs[run] : 2 * runs[run] + n], z[at : at + n])
+                    add_to(line[2 * runs[run] : 2 * runs[run] + n], z[at : at + n])
             if len(b) > 0 or activation != 0:
                 finish(other, line, bias, activation, low, high)
                 line = other

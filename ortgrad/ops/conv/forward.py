@@ -32,7 +32,7 @@ _MOST_COPIED = 1 << 21
 
 
 def is_fastest(x: Known, w: Known, group: int, strides: Sequence[int] | None) -> bool:
-    """Return whether the compiled kernel is faster than onnxruntime's, as was measured.
+    """Return whether the compiled kernel was measured to be faster than onnxruntime's.
 
     onnxruntime copies X for every tap of the kernel, and then multiplies matrices. It takes the less of the
     time the more filters there are. Sizes of X that are not known count as large.

@@ -25,7 +25,7 @@ _TRANSFORMS, _FEWEST_TILES = 13.5, 18
 
 
 def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
-    """Return whether these kernels support a convolution, and are faster than the others, as was measured."""
+    """Return whether these kernels support a convolution, and were measured to be faster than the others."""
     if w is None or len(w) != 4 or w[2:] != (3, 3) or w[0] is None or w[1] is None:
         return False
     steps = [*(attributes.get("strides") or ()), *(attributes.get("dilations") or ())]

@@ -105,7 +105,7 @@ def task_count(x: Sizes, cell: Cell) -> int:
 
 
 def panels(columns: int) -> int:
-    """Return the number of panels for a matrix with so many columns."""
+    """Return the number of panels for a matrix with `columns` columns."""
     return -(-columns // PANEL)
 
 
@@ -229,7 +229,7 @@ def pack_inputs(number: int, x: np.ndarray, inputs: np.ndarray, geometry: Geomet
 
 
 def put_into_panels(panels: np.ndarray, row: int, rows: int, values: np.ndarray) -> None:
-    """Copy a row into its place in a matrix in panels, which has so many rows."""
+    """Copy a row into its place in a matrix in panels with `rows` rows."""
     for p in range((len(values) + PANEL - 1) // PANEL):
         part = values[p * PANEL : (p + 1) * PANEL]
         to = panels[(p * rows + row) * PANEL : (p * rows + row + 1) * PANEL]
@@ -237,18 +237,6 @@ def put_into_panels(panels: np.ndarray, row: int, rows: int, values: np.ndarray)
             to[k] = part[k]
         for k in range(len(part), PANEL):
             to[k] = 0.0
-
-
-def add(to: np.ndarray, values: np.ndarray) -> None:
-    """Add a row to another."""
-    for k in range(len(values)):
-        to[k] += values[k]
-
-
-def fill(to: np.ndarray, value: float) -> None:
-    """Fill a row with a number."""
-    for k in range(len(to)):
-        to[k] = value
 
 
 def sum_columns(to: np.ndarray, first: int, end: int, table: np.ndarray, stride: int, rows: int) -> None:

@@ -10,13 +10,12 @@ from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release
 from ortgrad.compiled.mathematics import sigmoid, tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.records import numbers_of
+from ortgrad.ops._rows import add_to, fill_row
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._compiled import (
     COLUMNS,
     Geometry,
-    add,
     distance,
-    fill,
     multiply,
     multiply_transposed,
     pack,
@@ -89,7 +88,7 @@ def gru_steps(
     memory = allocate(count * (2 * hidden + stride + columns) + 4 * hidden)
     if len(memory) == 0:
         return True
-    fill(memory, 0.0)
+    fill_row(memory, 0.0)
     states, products = memory[: count * hidden], memory[count * hidden : 2 * count * hidden]
     sums = memory[2 * count * hidden : count * (2 * hidden + stride)]
     unsaved = memory[count * (2 * hidden + stride) : count * (2 * hidden + stride + columns)]
@@ -97,10 +96,10 @@ def gru_steps(
     bias = memory[count * (2 * hidden + stride + columns) :]
     late = bias[columns:]
     if len(b) > 0:
-        add(bias, b[d * 2 * columns : (d * 2 + 1) * columns])
+        add_to(bias, b[d * 2 * columns : (d * 2 + 1) * columns])
         recurrent = b[(d * 2 + 1) * columns : (d * 2 + 2) * columns]
-        add(bias, recurrent[: 2 * hidden])
-        add(late if linear else bias[2 * hidden :], recurrent[2 * hidden :])
+        add_to(bias, recurrent[: 2 * hidden])
+        add_to(late if linear else bias[2 * hidden :], recurrent[2 * hidden :])
     if len(h0) > 0:
         for i in range(count):
             place = distance(geometry.single, 0, d, first + i) * hidden
@@ -262,7 +261,7 @@ def gru_grad_steps(
     memory = allocate(count * (2 * stride + 3 * hidden) + hidden)
     if len(memory) == 0:
         return True
-    fill(memory, 0.0)
+    fill_row(memory, 0.0)
     d_states, olds = memory[: count * hidden], memory[count * hidden : 2 * count * hidden]
     products, rest = memory[2 * count * hidden : 3 * count * hidden], memory[3 * count * hidden :]
     late, sums = rest[:hidden], rest[hidden : hidden + count * stride]
@@ -296,7 +295,7 @@ def gru_grad_steps(
                 initial = distance(geometry.single, 0, d, first + i) * hidden
                 copy_row(old, h0[initial : initial + hidden])
             else:
-                fill(old, 0.0)
+                fill_row(old, 0.0)
         in_own = distance(geometry.separate, t, 0, first)
         if linear:
             # q, without its bias
@@ -310,7 +309,7 @@ def gru_grad_steps(
             dh = d_states[i * hidden : (i + 1) * hidden]
             old = olds[i * hidden : (i + 1) * hidden]
             if len(dhall) > 0:
-                add(dh, dhall[saved * hidden : (saved + 1) * hidden])
+                add_to(dh, dhall[saved * hidden : (saved + 1) * hidden])
             _d_candidate(to[2 * hidden :], dh, z, h)
             _d_update(to[:hidden], dh, z, h, old)
             for k in range(hidden):
@@ -346,7 +345,7 @@ def gru_grad_steps(
                     dh[k] += through[k] * r_gate[k]
         multiply(sums, stride, own[in_own * width :], between * width, panels[:split], width, count)
         for i in range(count):
-            add(d_states[i * hidden : (i + 1) * hidden], sums[i * stride : i * stride + hidden])
+            add_to(d_states[i * hidden : (i + 1) * hidden], sums[i * stride : i * stride + hidden])
     if len(dh0) > 0:
         for i in range(count):
             place = distance(geometry.single, 0, d, first + i) * hidden

@@ -10,14 +10,13 @@ from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release
 from ortgrad.compiled.mathematics import sigmoid, tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.records import numbers_of
+from ortgrad.ops._rows import add_to, fill_row
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._cell import Cell
 from ortgrad.ops.recurrent._compiled import (
     COLUMNS,
     Geometry,
-    add,
     distance,
-    fill,
     multiply,
     multiply_transposed,
     pack,
@@ -84,11 +83,11 @@ def lstm_steps(
     sums = memory[2 * count * hidden : count * (2 * hidden + stride)]
     bias = memory[count * (2 * hidden + stride) : count * (2 * hidden + stride) + columns]
     unsaved = memory[count * (2 * hidden + stride) + columns :]
-    fill(bias, 0.0)
+    fill_row(bias, 0.0)
     if len(b) > 0:
-        add(bias, b[d * 2 * columns : (d * 2 + 1) * columns])
-        add(bias, b[(d * 2 + 1) * columns : (d * 2 + 2) * columns])
-    fill(memory[: 2 * count * hidden], 0.0)
+        add_to(bias, b[d * 2 * columns : (d * 2 + 1) * columns])
+        add_to(bias, b[(d * 2 + 1) * columns : (d * 2 + 2) * columns])
+    fill_row(memory[: 2 * count * hidden], 0.0)
     for i in range(count):
         place = distance(geometry.single, 0, d, first + i) * hidden
         if len(h0) > 0:
@@ -210,7 +209,7 @@ def lstm_grad_steps(
     memory = allocate(count * (stride + hidden) + 2 * hidden)
     if len(memory) == 0:
         return True
-    fill(memory, 0.0)
+    fill_row(memory, 0.0)
     # The gradients of the states, which are also the sums of a product, and of the cells.
     d_states, d_cells = memory[: count * stride], memory[count * stride : count * (stride + hidden)]
     zeros = memory[count * (stride + hidden) : count * (stride + hidden) + hidden]
@@ -236,7 +235,7 @@ def lstm_grad_steps(
             before = saved + (geometry.states.step if reverse else -geometry.states.step)
             dh, dc = d_states[i * stride : i * stride + hidden], d_cells[i * hidden : (i + 1) * hidden]
             if len(dhall) > 0:
-                add(dh, dhall[saved * hidden : (saved + 1) * hidden])
+                add_to(dh, dhall[saved * hidden : (saved + 1) * hidden])
             state_before, cell_before = zeros, zeros
             if not start:
                 state_before = hall[before * hidden : (before + 1) * hidden]
