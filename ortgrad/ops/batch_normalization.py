@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.errors import NodeError
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops import _batch_kernels
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, widened
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _Arrays = tuple[np.ndarray | None, ...]
 

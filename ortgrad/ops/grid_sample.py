@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import Choice, Operand, Shape, operator
 from ortgrad.ops import _grid_kernels
 from ortgrad.ops._sampling import TABLES, sample
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.contract import MOST_DIMENSIONS, with_axis
 from ortgrad.operators.declaration import DOMAIN, FLOATS, INTEGERS, Empty, Operand, Shape, operator
 from ortgrad.ops import _index_kernels
 from ortgrad.ops._types import narrowed, widened
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # The number of elements whose positions are computed at a time.
 _CHUNK = 1 << 18

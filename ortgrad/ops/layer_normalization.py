@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
 from ortgrad.ops import _layer_kernels
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._normalization import Axes, axes_from, count_along, inverse_root, statistics, sum_of
 from ortgrad.ops._types import cast_like, is_double, widened
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 _TYPES = {"T": FLOATS, "U": ("float32", "float64"), "V": FLOATS}
 _FORWARD_ATTRIBUTES = ("epsilon", "stash_type")

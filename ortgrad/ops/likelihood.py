@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortgrad.compiled.functions import double
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, INTEGERS, INTERNAL_DOMAIN, Choice, operator
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # The number of labels of a task.
 _LABELS = 4096

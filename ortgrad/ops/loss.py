@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.compiled.functions import SUMS, double, doubles, exp
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Choice, Empty, operator
 from ortgrad.operators.records import numbers_of
 from ortgrad.ops._kernels import blockwise
 from ortgrad.ops._sums import CHUNK, groups_of
 from ortgrad.ops._types import is_double, is_half
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def _dims(*, reduction: str, **_: Any) -> dict[str, str]:

@@ -6,19 +6,15 @@ onnxruntime's own takes several times as long with its output Indices, which the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops import _pools
 from ortgrad.ops._windows import AUTO_PADS, Windows, spatial, windows
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def _shapes(x: Operand, **attributes: Any) -> Sequence[Shape | None]:

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, double, doubles, sqrt
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
 from ortgrad.ops._batch_kernels import Division, add_moments, channel_plan, moments
 from ortgrad.ops._normalization import inverse_root, statistics
 from ortgrad.ops._sums import groups_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def kept_axes(rank: int, axes: Sequence[int]) -> range | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, gradient
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.declaration import Choice, Empty, Operand, Shape, operator
 from ortgrad.ops import _box_filter, _pools
@@ -25,11 +26,6 @@ from ortgrad.ops._windows import (
     windows,
 )
 from ortgrad.ops.index import scatter_flat
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 # The number of elements of dX at a time that stay in the cache from one axis to the next.
 _PIECE = 1 << 19

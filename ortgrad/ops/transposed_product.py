@@ -9,20 +9,15 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Matrix, Plan, Product, vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operand, Shape, operator
 from ortgrad.operators.gemm import is_steady
 from ortgrad.ops._transposition import turn
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
 
 
 def _shapes(a: Operand, b: Operand) -> Sequence[Shape | None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortgrad.compiled.functions import TILE
+from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import spatial, windows
@@ -20,9 +21,6 @@ from ortgrad.ops.conv.conv import ATTRIBUTES
 from ortgrad.ops.conv.depthwise import depthwise_conv
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ortgrad.graph.recorder import Recorder
     from ortgrad.ops.conv._compiled import Known
 
 # What may be applied to the result, while it is in the cache.
