@@ -267,6 +267,18 @@ def test_what_was_folded_is_named() -> None:
     assert "'*[p1].bias' matches only 'up.bias': the exporter has removed or folded 'stem.1.bias'" in texts[0]
 
 
+def changed_by_groups(model: onnx.ModelProto, pattern: str) -> set[str]:
+    """Return the parameters that a step changes if only the group of the pattern has a learning rate."""
+    groups = {pattern: {"learning_rate": 0.5, "weight_decay": 0.1}}
+    trainer = training.Trainer(model, loss="mse", optimizer=training.SGD(0.0), groups=groups)
+    before = {name: array.copy() for name, array in trainer.state.trainable.arrays.items()}
+    (source,), (output,) = model.graph.input, model.graph.output
+    shapes = [[d.dim_value or 2 for d in v.type.tensor_type.shape.dim] for v in (source, output)]
+    trainer.step((np.ones(shapes[0], np.int64), np.ones(shapes[1], np.float32)))
+    after = trainer.state.trainable.arrays
+    return {name for name, array in before.items() if not np.array_equal(array, after[name])}
+
+
 def names_everywhere(model: onnx.ModelProto, pattern: str, folder: Path) -> dict[str, set[str]]:
     """Return what a pattern stands for in all places that take one."""
     built = ortgrad.build_gradient_model(model, wrt=pattern)
@@ -279,9 +291,6 @@ def names_everywhere(model: onnx.ModelProto, pattern: str, folder: Path) -> dict
     assert main(["artifacts", str(file), "--wrt", pattern, "--loss", "mse", "-o", str(folder)]) == 0
     trained = onnx.load(folder / "training_model.onnx").graph.input
     suffix = "_grad.accumulation.buffer"
-    groups = training.Trainer(model, loss="mse", groups={pattern: {"learning_rate": 0.5}})
-    grouped = next((b.part.start, b.part.stop) for b in groups._blocks if b.learning_rate == 0.5)
-    spans = groups.state.trainable.spans
     return {
         "parameters": {*training.parameters(model, pattern)},
         "exclude": {*training.parameters(model)} - {*training.parameters(model, exclude=pattern)},
@@ -289,7 +298,7 @@ def names_everywhere(model: onnx.ModelProto, pattern: str, folder: Path) -> dict
         "grad": {name.removesuffix("_grad") for name in gradients[1]},
         "Trainer": {*trainer.state.trainable.arrays},
         "artifacts": {v.name.removesuffix(suffix) for v in trained if v.name.endswith(suffix)},
-        "groups": {name for name, span in spans.items() if span.start in range(*grouped)},
+        "groups": changed_by_groups(model, pattern),
     }
 
 
