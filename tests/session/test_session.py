@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
+from support.sessions_of_kernels import chain_model, session
 
 import ortgrad
 from ortgrad.runtime import runs
@@ -21,28 +22,6 @@ from ortgrad.runtime.bindings import size_of
 
 FEEDS = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1, 2])}
 BAD = {"dY": np.float32([1, 2, 3]), "X": np.float32([1, -1])}
-
-
-def chain_model() -> onnx.ModelProto:
-    """Two gradient nodes and a weight."""
-    nodes = [
-        ortgrad.nodes.relu_grad("dY", "X", "dX", name="first"),
-        helper.make_node("Mul", ["dX", "W"], ["scaled"]),
-        ortgrad.nodes.relu_grad("scaled", "X", "Z", name="second"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "chain",
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N"]) for n in ("dY", "X")],
-        [helper.make_tensor_value_info("Z", TensorProto.FLOAT, ["N"])],
-        [numpy_helper.from_array(np.float32([2]), "W")],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
-def session(**options: object) -> ortgrad.InferenceSession:
-    return ortgrad.InferenceSession(chain_model(), kernels="python", **options)
 
 
 def test_it_is_an_onnxruntime_session() -> None:
@@ -202,31 +181,6 @@ def test_eight_threads_on_one_session_and_on_many() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(16)))
-
-
-def test_ten_thousand_runs_do_not_grow() -> None:
-    import resource
-
-    made = session()
-    feeds = {"dY": np.ones(2000, np.float32), "X": np.ones(2000, np.float32)}
-    bad = {**feeds, "X": np.ones(1999, np.float32)}
-
-    def thousand() -> None:
-        for i in range(1000):
-            if i % 100:
-                made.run(None, feeds)
-            else:
-                with pytest.raises(ortgrad.KernelError):
-                    made.run(None, bad)
-        gc.collect()
-
-    thousand()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(10):
-        thousand()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    # A leak of one array per run would be 80 MB.
-    assert grown < 24 * 1024, f"{grown} kB"
 
 
 def test_sessions_are_released() -> None:

@@ -501,16 +501,6 @@ def test_dropout_is_on() -> None:
     assert len({found.evaluate((x, labels))[0] for _ in range(3)}) == 1
 
 
-def test_killed_processes(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    expected = training_process.finished(tmp_path / "whole")
-    found, hits = training_process.killed(tmp_path / "killed", 3)
-    assert hits > 0
-    for name, array in expected.items():
-        assert found[name].tobytes() == array.tobytes(), name
-
-
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "training.safetensors"
     trainer().fit((X, LABELS), checkpoint=path)
