@@ -93,8 +93,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_model(explain)
     _add_names(explain, PARAMETERS, FIRST_OUTPUT)
     _add_feeds(explain, SEEN)
-    explain.add_argument("--all", action="store_true", help="a line for every node instead")
-    explain.add_argument(
+    shown = explain.add_mutually_exclusive_group()
+    shown.add_argument("--all", action="store_true", help="a line for every node instead")
+    shown.add_argument(
         "--kernels",
         nargs="?",
         const="auto",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ortgrad.cli.exit_codes import UNSUPPORTED, fail
 from ortgrad.cli.files import given_feeds
 from ortgrad.cli.summary import summary
+from ortgrad.errors import ModelError
 from ortgrad.graph.loading import load_model
 from ortgrad.pipelines.build import build_gradient_model
 from ortgrad.pipelines.explain import Explanation, explain
@@ -38,6 +39,11 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if not computes_gradients(model):
         feeds = given_feeds(arguments.feeds)
         model = build_gradient_model(model, wrt=arguments.wrt, of=arguments.of, feeds=feeds)
+    elif arguments.wrt or arguments.of or arguments.feeds:
+        raise ModelError(
+            "the model has gradients already, and --kernels shows what runs them: "
+            "leave out --wrt, --of and --feeds"
+        )
     found = placements(model, kernels=arguments.kernels)
     rows = [(each.node, each.operator, each.way, each.kernel, each.reason) for each in found]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]

@@ -10,10 +10,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support import COMPILES, KERNELS, ROOT, needs_numba
+from support import KERNELS, ROOT, needs_numba
 
 import ortgrad
 from ortgrad.cli.entry_point import main
+from ortgrad.compiled import machine_code
 from ortgrad.errors import NameNotFoundError
 from ortgrad.graph.protos import all_nodes
 from ortgrad.lowering.fusion import fuse
@@ -119,8 +120,8 @@ def test_fused_nodes_name_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("in one kernel with" in each.reason for each in found)
 
 
-@pytest.mark.skipif(COMPILES, reason="shows what is missing without Numba")
-def test_without_numba_the_reason_says_so() -> None:
+def test_without_numba_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "is_installed", lambda: False)
     assert any("Numba" in each.reason for each in placements(model_of("cnn")) if each.way == "python")
 
 
@@ -144,3 +145,21 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", cnn, "--kernels", "onnx", "--wrt", "no such"]) == 2
     with pytest.raises(NameNotFoundError):
         ortgrad.build_gradient_model(cnn, wrt="no such")
+
+
+@pytest.mark.parametrize("more", [["--wrt", "image"], ["--of", "logits"], ["--feeds", "feeds.npz"]])
+def test_command_refuses_what_it_would_ignore(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with gradients is shown as it is."""
+    path = str(tmp_path / "backward.onnx")
+    onnx.save(model_of("cnn"), path)
+    assert main(["explain", path, "--kernels"]) == 0
+    assert main(["explain", path, "--kernels", "auto", *more]) == 2
+    assert "has gradients already" in capsys.readouterr().err
+
+
+def test_command_shows_nodes_or_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", str(MODELS / "cnn.onnx"), "--kernels", "auto", "--all"])
+    assert "not allowed with argument" in capsys.readouterr().err
