@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tables import number, table
 
+from ortgrad.compat import optimizer_nodes
 from ortgrad.training.buffers import Arena
-from ortgrad.training.optimizers import nodes as optimizer_nodes
 from ortgrad.training.state import Group
 
 Step = Callable[[], object]

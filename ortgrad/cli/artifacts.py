@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from ortgrad.cli.files import output_path
+from ortgrad.compat.artifacts import LossType, OptimType, generate_artifacts
 from ortgrad.graph.loading import load_model
-from ortgrad.training.artifacts import LossType, OptimType, generate_artifacts
 from ortgrad.training.selection import all_parameters, selected
 from ortgrad.training.statistics import running_statistics, untrained_normalizations
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.keywords import checked
+from ortgrad.training.loss_nodes import CustomLoss
 from ortgrad.training.loss_types import suggest_types
 from ortgrad.training.losses import Declaration, Loss
 from ortgrad.training.metrics import Metric
-from ortgrad.training.onnxblock import Block
 from ortgrad.training.optimizers.rules import AnyOptimizer
 from ortgrad.training.results import Result
 from ortgrad.training.schedules import Schedule
@@ -74,7 +74,7 @@ def fit(
     >>> len(result.history), result.steps, result.loss < 0.1
     (100, 100, True)
     """
-    if callable(loss) and not isinstance(loss, Block):
+    if callable(loss) and not isinstance(loss, CustomLoss):
         data, types = suggest_types(load_model(model), loss, output, target, data, types or {})
     trainer = Trainer(
         model,

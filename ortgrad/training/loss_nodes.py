@@ -16,6 +16,14 @@ from ortgrad.training.protos import Nodes
 _REDUCTIONS = ("mean", "sum", "none")
 
 
+class CustomLoss(ABC):
+    """A loss that adds nodes of its own to a model, such as a block of onnxblock."""
+
+    @abstractmethod
+    def add_to_model(self, model: onnx.ModelProto, *names: str) -> str:
+        """Add the loss of these values to a model and return its name."""
+
+
 class LossNodes(ABC):
     """A loss of a value and a target, reduced by `reduction`: "mean", "sum" or "none"."""
 

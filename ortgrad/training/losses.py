@@ -16,9 +16,9 @@ from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import copy_of
 from ortgrad.keywords import checked
-from ortgrad.training import loss_nodes, onnxblock, protos
+from ortgrad.training import loss_nodes, protos
 from ortgrad.training.linear_models import open_linear_models
-from ortgrad.training.onnxblock.graph import first
+from ortgrad.training.loss_nodes import CustomLoss
 from ortgrad.training.scores import output_of, scores_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOSSES = ("cross-entropy", "mse", "l1", "huber", "bce")
 # Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
 _OLDEST_OPSET = 13
-Loss = str | Callable[..., Any] | onnxblock.Block
+Loss = str | Callable[..., Any] | CustomLoss
 # The element type and the shape of an input; None is a shape of any rank.
 Declaration = tuple[Any, Sequence[int | str | None] | None]
 
@@ -98,7 +98,7 @@ def with_loss(
     given: Mapping[str, Any],
 ) -> tuple[onnx.ModelProto, str, int | None]:
     """Return a copy of the model with a loss, the name of its scores, and the dimension of the classes."""
-    if not callable(loss) and not isinstance(loss, onnxblock.Block) and loss not in LOSSES:
+    if not callable(loss) and not isinstance(loss, CustomLoss) and loss not in LOSSES:
         near = nearest(str(loss), [*LOSSES, *(value.name for value in model.graph.output)])
         raise TrainingError(
             f"loss={loss!r} is not a loss: it must be one of {', '.join(LOSSES)}, a function or a block{near}"
@@ -119,9 +119,10 @@ def with_loss(
         nodes = _named(loss, axis, **options)
         _refuse_computed(proto, usual)
         return _with_nodes(proto, lambda made: nodes.add(made, source, usual), name), source, axis
-    if isinstance(loss, onnxblock.Block):
+    if isinstance(loss, CustomLoss):
         _refuse_computed(proto, target)
-        return _with_block(proto, loss, source, target, name), source, None
+        names = [source] if target is None else [source, target]
+        return _with_nodes(proto, lambda made: loss.add_to_model(made, *names), name), source, None
     assert callable(loss)
     return _recorded(_converted(proto), loss, source, target, name, options.get("types", {})), source, None
 
@@ -145,7 +146,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 def check_options(loss: Loss, given: Mapping[str, Any]) -> None:
     """Raise TrainingError for an option that the loss does not have."""
-    if isinstance(loss, onnxblock.Block):
+    if isinstance(loss, CustomLoss):
         kind = "a block, which has options of its own"
     elif isinstance(loss, str):
         kind = loss if loss in LOSSES else f"{loss!r}, a value of the model"
@@ -215,18 +216,6 @@ def _with_nodes(proto: onnx.ModelProto, add: Callable[[onnx.ModelProto], str], n
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise TrainingModelError(f"the loss does not fit the model: {error}") from error
     return _finished(made, outputs, found, name)
-
-
-def _with_block(
-    proto: onnx.ModelProto, block: onnxblock.Block, source: str, target: str | None, name: str
-) -> onnx.ModelProto:
-    def add(model: onnx.ModelProto) -> str:
-        with onnxblock.base(model) as accessor:
-            found = block(source) if target is None else block(source, target)
-        model.CopyFrom(accessor.model)
-        return first(found)
-
-    return _with_nodes(proto, add, name)
 
 
 def _finished(

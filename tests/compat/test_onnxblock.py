@@ -16,8 +16,8 @@ import torch
 from support import PATIENCE, assert_close
 
 import ortgrad
+from ortgrad.compat.onnxblock import blocks, checkpoint_utils, model_accessor, models
 from ortgrad.training import checkpoint, onnxblock
-from ortgrad.training.onnxblock import blocks, checkpoint_utils, model_accessor, models
 
 Arrays = dict[str, np.ndarray]
 

@@ -17,7 +17,9 @@ from support import GOLDEN, assert_close
 from support.training import Arrays, normal, parse, torch_losses, trained
 
 import ortgrad
-from ortgrad.training import artifacts, checkpoint, onnxblock, versions, weights
+from ortgrad.compat import artifacts as artifacts_module
+from ortgrad.compat import versions
+from ortgrad.training import checkpoint, onnxblock, weights
 from ortgrad.training.api import CheckpointState, Module, Optimizer
 from ortgrad.training.artifacts import LossType, OptimType, generate_artifacts
 
@@ -421,5 +423,5 @@ def test_import_is_quick() -> None:
 
 
 def test_examples() -> None:
-    results = doctest.testmod(artifacts)
+    results = doctest.testmod(artifacts_module)
     assert results.attempted and not results.failed

@@ -17,11 +17,11 @@ from support import GOLDEN, PATIENCE
 from support.optimizers import NAMES, SEQUENCE, adamw, optimizer_model
 
 import ortgrad
+from ortgrad.compat import optimizer_nodes
 from ortgrad.compiled import machine_code
 from ortgrad.errors import TrainingModelError
 from ortgrad.training.buffers import Arena
 from ortgrad.training.optimizers import kernels, passes
-from ortgrad.training.optimizers import nodes as optimizer_nodes
 from ortgrad.training.optimizers.passes import CHUNK, Pass
 from ortgrad.training.state import Group
 

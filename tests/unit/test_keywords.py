@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def callables() -> dict[str, Callable[..., Any]]:
 
 
 def methods(kind: type) -> dict[str, Callable[..., Any]]:
-    if issubclass(kind, (BaseException, artifacts.Enum)):
+    if issubclass(kind, (BaseException, Enum)):
         return {}
     found = {}
     for each in reversed(kind.__mro__):
@@ -184,7 +185,7 @@ def test_options_of_another_loss_are_refused(kind: str, option: str) -> None:
     if kind == "function":
         loss = lambda op, output, target: op.ReduceMean(output - target, keepdims=0)  # noqa: E731
     elif kind == "block":
-        loss = training.losses.onnxblock.loss.MSELoss()
+        loss = training.onnxblock.loss.MSELoss()
     given = {option: OPTIONS[option]}
     if option in TAKEN[kind]:
         Trainer(MODEL, loss=loss, target="z" if kind == "block" else None, **given)

@@ -1,21 +1,4 @@
-"""Blocks that stack nodes on a model: building blocks, losses, optimizers, and models made of them."""
+"""onnxruntime.training.onnxblock"""
 
-from ortgrad.training.onnxblock import blocks, loss, optim
-from ortgrad.training.onnxblock.blocks import Block
-from ortgrad.training.onnxblock.checkpoint_utils import load_checkpoint_to_model, save_checkpoint
-from ortgrad.training.onnxblock.model_accessor import base, custom_op_library, empty_base
-from ortgrad.training.onnxblock.models import ForwardBlock, TrainingBlock
-
-__all__ = [
-    "Block",
-    "ForwardBlock",
-    "TrainingBlock",
-    "base",
-    "blocks",
-    "custom_op_library",
-    "empty_base",
-    "load_checkpoint_to_model",
-    "loss",
-    "optim",
-    "save_checkpoint",
-]
+from ortgrad.compat.onnxblock import *  # noqa: F403
+from ortgrad.compat.onnxblock import __all__ as __all__

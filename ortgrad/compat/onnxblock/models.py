@@ -7,12 +7,12 @@ from typing import Any
 
 import onnx
 
+from ortgrad.compat.layout import build_models
+from ortgrad.compat.onnxblock import blocks, graph
+from ortgrad.compat.onnxblock.model_accessor import building
+from ortgrad.compat.versions import limit_versions
 from ortgrad.errors import TrainingError
-from ortgrad.training.layout import build_models
-from ortgrad.training.onnxblock import blocks, graph
-from ortgrad.training.onnxblock.model_accessor import building
 from ortgrad.training.parameters import take_parameters
-from ortgrad.training.versions import limit_versions
 
 
 class ForwardBlock(blocks.Block):

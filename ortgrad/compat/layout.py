@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import onnx
 from onnx import TensorProto, helper
 
+from ortgrad.compat.versions import limit_versions
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import NameNotFoundError, TrainingModelError
 from ortgrad.graph.loading import load_model
@@ -16,7 +17,6 @@ from ortgrad.operators.declaration import DOMAIN
 from ortgrad.threads import forks_wait
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.parameters import Parameters
-from ortgrad.training.versions import limit_versions
 
 RESET = "lazy_reset_grad"
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import onnx
 
+from ortgrad.compat.layout import RESET
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import TrainingModelError
 from ortgrad.graph.protos import all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.training.layout import RESET
 
 _BUFFER = "_grad.accumulation.buffer"
 # Inputs and outputs with such names belong to the gradients, not to the user.
