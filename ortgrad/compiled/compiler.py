@@ -118,6 +118,7 @@ def python_block(source: Source) -> Callable[..., Any]:
         load_double=instructions.load_double,
         store=instructions.store,
         use_short_vectors=instructions.use_short_vectors,
+        **{name: bundle.value() for name, bundle in source.bundles},
         **{
             f"phase{i}": compile_function(function, source.element, _flags(source))
             for i, function in enumerate(source.phases)

@@ -19,9 +19,10 @@ from typing import Any
 
 from ortgrad.compiled import functions, layout, mathematics, variables
 from ortgrad.compiled.fields import lower_fields
-from ortgrad.compiled.variables import Foreign, Number, Value
+from ortgrad.compiled.variables import Bundle, Foreign, Number, Value
 from ortgrad.errors import RegistrationError
-from ortgrad.operators.compiled import CompiledKernel, may_fail
+from ortgrad.operators.compiled import Argument, Bundled, CompiledKernel, may_fail
+from ortgrad.operators.records import is_named_tuple
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Source:
     phases: tuple[Function, ...]
     block: str  # the text of the function `block(call, i)`
     reorders: bool  # whether sums may be computed in another order
+    bundles: tuple[tuple[str, Bundle], ...] = ()  # which the block makes, by their names in it
 
     @property
     def is_text(self) -> bool:
@@ -68,14 +70,16 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     """Return the source of a kernel for inputs and outputs of these element types."""
     element = next(dtype for dtype in dtypes if dtype.startswith("float"))
     phases = tuple(_function(function, element) for function in kernel.phases)
+    bundles: dict[Bundle, str] = {}
     if kernel.elementwise:
         lines = _elementwise_lines(
             kernel, dtypes, waits=not (phases[0].functions or phases[0].values or "/" in phases[0].text)
         )
     else:
-        lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)])
+        lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)], bundles)
     block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
-    return Source(element, phases, block, reorders=not (kernel.elementwise or kernel.exact))
+    reorders = not (kernel.elementwise or kernel.exact)
+    return Source(element, phases, block, reorders, tuple((name, each) for each, name in bundles.items()))
 
 
 def _function(
@@ -109,6 +113,8 @@ def _function(
             numbers[own] = variables.number(value)
         elif python in _PRIMITIVES:
             own = _PRIMITIVES[python]
+        elif is_named_tuple(value):
+            values[own] = variables.bundle(value)
         elif known is not None:
             first = name.partition(".")[0]
             if first != name and variables.reference(named[first], first) is not None:
@@ -146,7 +152,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_simple(value: Any) -> bool:
-    return isinstance(value, (int, float, tuple)) or inspect.isfunction(value)
+    return isinstance(value, (int, float, tuple)) or inspect.isfunction(value) or is_named_tuple(value)
 
 
 def _others(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -300,8 +306,11 @@ def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str], *, waits: 
     return [*lines, *numbers.values(), "for k in range(count):", f"    t{last}[k] = phase0({arguments})"]
 
 
-def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
-    """Return lines that perform the tasks from start to stop on views of the tensors."""
+def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str], bundles: dict[Bundle, str]) -> list[str]:
+    """Return lines that perform the tasks from start to stop on views of the tensors.
+
+    The bundles that they make are added to `bundles`, with their names.
+    """
     assert kernel.views is not None
     lines, place = [], _views_place(kernel)
     for i, (dtype, rank) in enumerate(zip(dtypes, (*kernel.views, *kernel.scratch), strict=True)):
@@ -310,10 +319,17 @@ def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str]) -> list[str]:
         place += rank
     numbers = _numbers(kernel, place)
     lines += numbers.values()
-    variables = {name: f"t{i}" for i, name in enumerate(kernel.names)}
-    variables.update(zip(kernel.numbers, numbers, strict=True))
+    names = {name: f"t{i}" for i, name in enumerate(kernel.names)}
+    names.update(zip(kernel.numbers, numbers, strict=True))
+
+    def value_of(argument: Argument) -> str:
+        if not isinstance(argument, Bundled):
+            return names[argument]
+        kind = bundles.setdefault(variables.bundle(argument.kind), f"Bundle{len(bundles)}")
+        return f"{kind}({', '.join(map(value_of, argument.fields))})"
+
     for i, function in enumerate(kernel.phases):
-        arguments = ", ".join(["task", *(variables[name] for name in kernel.parameters(function))])
+        arguments = ", ".join(["task", *map(value_of, kernel.parameters(function))])
         call = f"phase{i}({arguments})"
         if may_fail(function):
             call = f"if {call}: store(call + {8 * layout.CALL_FAILED}, 1)"

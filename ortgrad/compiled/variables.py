@@ -8,7 +8,9 @@ it can be cached, and compiled by another process. Numba gets all other objects 
 from __future__ import annotations
 
 import ast
+import collections
 import enum
+import functools
 import importlib
 import inspect
 import sys
@@ -64,7 +66,22 @@ class Foreign:
         return _foreign[self.number]
 
 
-Value: TypeAlias = "Reference | Array | Foreign"
+@dataclass(frozen=True)
+class Bundle:
+    """A type of bundles (see ortgrad.operators.records)."""
+
+    name: str
+    fields: tuple[str, ...]
+
+    def value(self) -> Any:
+        """Return a type with these fields, the same one for equal names."""
+        return _named_tuple(self.name, self.fields)
+
+
+_named_tuple = functools.cache(collections.namedtuple)
+
+
+Value: TypeAlias = "Reference | Array | Foreign | Bundle"
 
 _foreign: list[Any] = []
 
@@ -179,6 +196,11 @@ def array(value: Any, element: str) -> Array | None:
         return None
     value = np.array(value, element if value.dtype.kind == "f" else None, order="C")
     return Array(value.dtype.str, value.shape, value.tobytes())
+
+
+def bundle(kind: Any) -> Bundle:
+    """Return the name and the fields of a type of bundles."""
+    return Bundle(kind.__name__, kind._fields)
 
 
 def python_function(value: Any) -> Callable[..., Any] | None:

@@ -32,7 +32,8 @@ exception.
 Further functions, `first` and `last`, may perform tasks before those of the kernel begin and after they are
 done. All may take scratch tensors of the element type, after the outputs. They take the same parameters,
 unless the declaration names all tensors. Then each takes only those that it reads, by their names, and lists
-of integers are annotated as Integers or as records:
+of integers are annotated as Integers or as records. Tensors and numbers that belong together may be a bundle
+(ortgrad.operators.records), one parameter whose annotation says what it contains:
 
     @softmax_grad.compiled(views={"dy": 2, "y": 2, "dx": 2}, scratch={"sums": 1}, plan=rows)
 
@@ -43,13 +44,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ortgrad.errors import RegistrationError
+from ortgrad.operators.records import is_bundle, types_of
 from ortgrad.threads import lazy
 
 
@@ -110,6 +112,17 @@ Integers: TypeAlias = Any
 _KINDS = {float: "float", "float": "float", int: "int", "int": "int", inspect.Parameter.empty: "int"}
 
 
+class Bundled(NamedTuple):
+    """A parameter that is a bundle (see ortgrad.operators.records)."""
+
+    kind: type
+    fields: tuple[Argument, ...]
+
+
+# What a function takes: the name of a tensor or number, or some of them in a bundle.
+Argument: TypeAlias = "str | Bundled"
+
+
 def vectors(names: str) -> dict[str, int]:
     """Return the declaration of tensors that a kernel sees as vectors."""
     return dict.fromkeys(names.split(), 1)
@@ -151,7 +164,7 @@ class CompiledKernel:
                 "and have a view for every input and output"
             )
         for phase in self.phases if self.tensor_names else ():
-            for name, annotation in _parameters(phase)[1:]:
+            for name, annotation in _names(_parameters(phase)[1:]):
                 if annotation in ("np.ndarray", np.ndarray) and name not in self.tensor_names:
                     raise RegistrationError(
                         f"{phase.__name__} takes {name!r}, which is none of the tensors of the compiled "
@@ -167,7 +180,7 @@ class CompiledKernel:
     def numbers(self) -> dict[str, str]:
         """The names of the parameters besides the tensors, with their types: "float", "int" or "array"."""
         if self.tensor_names:
-            found = [each for phase in self.phases for each in _parameters(phase)[1:]]
+            found = [each for phase in self.phases for each in _names(_parameters(phase)[1:])]
             found = [(name, annotation) for name, annotation in found if name not in self.tensor_names]
         else:
             found = _parameters(self.function)[self._count_of_arguments() :]
@@ -185,10 +198,10 @@ class CompiledKernel:
             return [*self.tensor_names]
         return [name for name, _ in _parameters(self.function)[1 : self._count_of_arguments()]]
 
-    def parameters(self, function: Callable[..., Any]) -> list[str]:
-        """Return the names of the tensors and numbers that a function takes after the number of the task."""
+    def parameters(self, function: Callable[..., Any]) -> list[Argument]:
+        """Return the tensors and numbers that a function takes after the number of the task."""
         if self.tensor_names:
-            return [name for name, _ in _parameters(function)[1:]]
+            return [_argument(*parameter) for parameter in _parameters(function)[1:]]
         return [*self.names, *self.numbers]
 
     def _count_of_arguments(self) -> int:
@@ -197,8 +210,24 @@ class CompiledKernel:
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the names of a function's parameters with their annotations."""
-    return [(p.name, p.annotation) for p in inspect.signature(function).parameters.values()]
+    """Return the names of a function's parameters with their annotations, which are types for bundles."""
+    found = [(p.name, p.annotation) for p in inspect.signature(function).parameters.values()]
+    kinds = [function.__globals__.get(kind) if isinstance(kind, str) else kind for _, kind in found]
+    return [(name, of if is_bundle(of) else kind) for (name, kind), of in zip(found, kinds, strict=True)]
+
+
+def _names(parameters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the names of parameters with their annotations, of bundles those of their fields."""
+    found: list[tuple[str, Any]] = []
+    for name, kind in parameters:
+        found += _names(types_of(kind).items()) if is_bundle(kind) else [(name, kind)]
+    return found
+
+
+def _argument(name: str, kind: Any) -> Argument:
+    if not is_bundle(kind):
+        return name
+    return Bundled(kind, tuple(_argument(*field) for field in types_of(kind).items()))
 
 
 def may_fail(function: Callable[..., Any]) -> bool:

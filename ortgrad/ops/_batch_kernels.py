@@ -31,6 +31,45 @@ class Division(NamedTuple):
     flat: bool
 
 
+class Normalized(NamedTuple):
+    """What the normalization has read: the mean and the inverse standard deviation are those of X."""
+
+    dy: np.ndarray
+    x: np.ndarray
+    scale: np.ndarray
+    mean: np.ndarray
+    inv: np.ndarray
+
+
+class Gradients(NamedTuple):
+    dx: np.ndarray
+    d_scale: np.ndarray
+    d_bias: np.ndarray
+
+
+class Normalization(NamedTuple):
+    """What is applied to X. In training mode, its own statistics take the place of the given ones."""
+
+    x: np.ndarray
+    scale: np.ndarray
+    b: np.ndarray
+    input_mean: np.ndarray
+    input_var: np.ndarray
+    epsilon: float
+    training_mode: int
+
+
+class Statistics(NamedTuple):
+    """The outputs of training mode, and the weights of the running statistics before and of those of X."""
+
+    running_mean: np.ndarray
+    running_var: np.ndarray
+    saved_mean: np.ndarray
+    saved_inv: np.ndarray
+    momentum: float
+    share: float
+
+
 def channel_plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Plan, tuple[int, ...]] | None:
     """The plan without views, and the shape of X with three axes; None if a vector has another length."""
     assert x is not None
@@ -118,19 +157,15 @@ def grad_sums(
 
 def grad_apply(
     task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    scale: np.ndarray,
-    mean: np.ndarray,
-    inv: np.ndarray,
-    dx: np.ndarray,
-    d_scale: np.ndarray,
-    d_bias: np.ndarray,
+    given: Normalized,
+    gradients: Gradients,
     sums: np.ndarray,
     factors: np.ndarray,
     division: Division,
 ) -> None:
     """dX = factor * (dY + shift + (X - mean) * slope), with three numbers per channel"""
+    dy, x, scale, mean, inv = given
+    dx, d_scale, d_bias = gradients
     parts, flat = division.parts, division.flat
     samples, channels, rest = x.shape[0], len(scale), 1 if flat else x.shape[2]
     group, part = task // parts, task % parts
@@ -292,25 +327,16 @@ def add_moments(
 
 def internal_apply(
     task: int,
-    x: np.ndarray,
-    scale: np.ndarray,
-    b: np.ndarray,
-    input_mean: np.ndarray,
-    input_var: np.ndarray,
+    given: Normalization,
     y: np.ndarray,
-    running_mean: np.ndarray,
-    running_var: np.ndarray,
-    saved_mean: np.ndarray,
-    saved_inv: np.ndarray,
+    statistics: Statistics,
     sums: np.ndarray,
     factors: np.ndarray,
     division: Division,
-    epsilon: float,
-    momentum: float,
-    share: float,
-    training_mode: int,
 ) -> None:
     """Y = (X - mean) * factor + shift, with three numbers per channel"""
+    x, scale, b, input_mean, input_var, epsilon, training_mode = given
+    running_mean, running_var, saved_mean, saved_inv, momentum, share = statistics
     step, parts, flat = division.step, division.parts, division.flat
     samples, channels, rest = x.shape[0], len(scale), 1 if flat else x.shape[2]
     group, part = task // parts, task % parts

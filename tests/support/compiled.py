@@ -10,7 +10,7 @@ import numpy as np
 
 from ortgrad.compiled.source import source_of
 from ortgrad.operators.call import make_call
-from ortgrad.operators.compiled import Matrix, Plan, Product, elementwise_plan
+from ortgrad.operators.compiled import Argument, Bundled, Matrix, Plan, Product, elementwise_plan
 from ortgrad.operators.declaration import Operator
 from ortgrad.runtime.evaluate import declared_shapes
 from support.calls import Case
@@ -38,6 +38,13 @@ def checked_functions(operator: Operator, dtypes: tuple[str, ...]) -> list[Any]:
     source = source_of(kernel, dtypes)
     flags = {"contract", "reassoc", "nsz"}
     return [compiler.compile_function(f, source.element, flags, checked=True) for f in source.phases]
+
+
+def value_of(argument: Argument, values: Mapping[str, Any]) -> Any:
+    """The value of an argument of a kernel's function, given all tensors and numbers."""
+    if isinstance(argument, Bundled):
+        return argument.kind(*(value_of(each, values) for each in argument.fields))
+    return values[argument]
 
 
 def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
@@ -90,7 +97,7 @@ def checked_tasks(operator: Operator, case: Case) -> list[np.ndarray] | None:
     counts = planned.tasks if isinstance(planned.tasks, tuple) else (planned.tasks,)
     named_values = {**named, **dict(zip(kernel.numbers, values, strict=True))}
     for phase, function, count in zip(kernel.phases, phases, counts, strict=True):
-        arguments = [named_values[name] for name in kernel.parameters(phase)]
+        arguments = [value_of(each, named_values) for each in kernel.parameters(phase)]
         for task in range(count):
             assert not function(task, *arguments)
     compute_products(planned.after, named)
