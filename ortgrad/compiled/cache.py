@@ -115,6 +115,28 @@ def write(key: str, code: bytes) -> None:
         return
 
 
+def read_plain(name: str, most: int) -> bytes | None:
+    """Return a file of at most `most` bytes that is never executed; None if there is none, or it is not safe.
+
+    It is not signed, so it must be checked by the reader.
+    """
+    try:
+        with _Folder(folder()) as place:
+            data = place.read(name, most + 1)
+    except _UnsafeError as error:
+        _warn(error)
+        return None
+    except _ERRORS:
+        return None
+    return data if len(data) <= most else None
+
+
+def write_plain(name: str, data: bytes) -> None:
+    """Write a file that is never executed; raises OSError if the folder cannot be written or is not safe."""
+    with _Folder(folder(), create=True) as place:
+        place.rename(place.write_aside(data), name)
+
+
 def share(path: Path) -> None:
     """Make a folder of kernels that all users of this machine, or of a container image, can read.
 
@@ -189,13 +211,13 @@ class _Folder:
                 _require_safe(self._path / name, status)
             yield file
 
-    def read(self, name: str, *, used: bool = False) -> bytes:
+    def read(self, name: str, most: int = -1, *, used: bool = False) -> bytes:
         with self._open(name) as file:
             if used and time.time() - os.fstat(file.fileno()).st_mtime > _RECENT:
                 # Those that were not used for the longest time are forgotten first.
                 with contextlib.suppress(OSError):
                     os.utime(file.fileno() if _POSIX else self._at(name))
-            return file.read()
+            return file.read(most)
 
     def write_aside(self, data: bytes) -> str:
         """Write a new file and return its name, which nobody else uses."""

@@ -151,11 +151,11 @@ def _make_plan(kernel: CompiledKernel, call: Call, inputs: Sequence[np.ndarray])
         return None
     begin = layout.PLAN_FIELDS + len(key)
     numbers: dict[str, Any] = {**call.attributes, **made.numbers}
-    fields = _block_fields(kernel, made, numbers, _float_size(inputs))
+    fields = block_fields(kernel, made, numbers, _float_size(inputs))
     return np.array([len(key), begin, begin + len(shapes), 0, *key, *shapes, *fields], np.int64)
 
 
-def _block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any], item: int) -> list[int]:
+def block_fields(kernel: CompiledKernel, plan: Plan, numbers: Mapping[str, Any], item: int) -> list[int]:
     """Return the part of a plan that `block` reads; `item` is the size of an element in bytes."""
     tasks = plan.tasks if isinstance(plan.tasks, tuple) else (plan.tasks,)
     work = plan.work or sum(math.prod(view) for view in plan.views)

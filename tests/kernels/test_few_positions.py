@@ -20,9 +20,9 @@ import ortgrad
 from ortgrad.operators.compiled import Plan
 from ortgrad.ops import pointwise
 from ortgrad.ops._windows import windows
-from ortgrad.ops.conv import _compiled, _few_positions_plan
-from ortgrad.ops.conv._few_positions_plan import FewPositions
+from ortgrad.ops.conv import _compiled, _few_positions_plan, costs
 from ortgrad.ops.conv.conv import conv_grad
+from ortgrad.ops.conv.costs import FewDw, FewDx
 
 pytest.importorskip("numba", reason="kernels are compiled by Numba, which is optional")
 
@@ -52,8 +52,10 @@ WAYS = [(True, True), (True, False), (False, True)]
 
 def choose(monkeypatch: pytest.MonkeyPatch, dx: bool, dw: bool) -> None:
     """Let dX and dW be computed in this way where it is possible, or never."""
-    monkeypatch.setattr(FewPositions, "dx_time", 0.0 if dx else math.inf)
-    monkeypatch.setattr(FewPositions, "dw_time", 0.0 if dw else math.inf)
+    few_dx = FewDx(*[0.0] * 6) if dx else FewDx(call=math.inf)
+    few_dw = FewDw(*[0.0] * 7) if dw else FewDw(call=math.inf)
+    chosen = costs.BUILT_IN._replace(few_dx=few_dx, few_dw=few_dw)
+    monkeypatch.setattr(costs, "current", lambda: chosen)
     monkeypatch.setattr(pointwise, "_dx_pays", lambda few: dx)
     monkeypatch.setattr(pointwise, "_dw_pays", lambda few: dw)
     monkeypatch.setattr(_few_positions_plan, "_MOST_ROWS", 1 << 20)

@@ -18,7 +18,7 @@ import ortgrad
 from ortgrad.lowering import forward_convolutions
 from ortgrad.lowering import winograd as pass_of_gradients
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, find_operator
-from ortgrad.ops.conv import winograd
+from ortgrad.ops.conv import costs
 from ortgrad.ops.conv.winograd import winograd_conv, winograd_conv_grad
 from ortgrad.pipelines.prepare import prepare_loaded
 
@@ -75,8 +75,8 @@ TOLERANCES = {"float32": 2e-5, "float64": 1e-12}
 def _replace_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small convolutions would be left to other kernels."""
     monkeypatch.setattr(forward_convolutions, "is_fastest", lambda *_: True)
-    monkeypatch.setattr(winograd, "_TRANSFORMS", 0)
-    monkeypatch.setattr(winograd, "_FEWEST_TILES", 0)
+    chosen = costs.BUILT_IN._replace(winograd=costs.Winograd(transforms=0, tiles=0))
+    monkeypatch.setattr(costs, "current", lambda: chosen)
 
 
 @pytest.fixture

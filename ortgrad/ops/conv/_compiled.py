@@ -29,6 +29,7 @@ from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, tr
 from ortgrad.operators.compiled import Integers, Plan
 from ortgrad.operators.records import numbers_of
 from ortgrad.ops._windows import Windows, windows
+from ortgrad.ops.conv import costs
 from ortgrad.ops.conv._compiled_dw import sum_of_filter, weights_task
 from ortgrad.ops.conv._compiled_dx import channels_task
 from ortgrad.ops.conv._few_positions import Few, few_channels_task, few_weights_task
@@ -43,13 +44,12 @@ from ortgrad.ops.conv._geometry import (
     volume,
 )
 from ortgrad.ops.conv._memory import aligned
+from ortgrad.ops.conv.costs import Counts, ManyDw, ManyDx
 
 if TYPE_CHECKING:
     Sizes = tuple[int, ...]
     Known = tuple[int | None, ...] | None
 
-# The time of copying a run of up to 16 columns, in units of that of a product with a vector of 16 channels.
-_COPY = 3
 # As many tasks as keep several threads busy, if each has enough products, and enough channels, or pairs of
 # channel and tap. With panels it has more channels, as each task copies the columns for itself.
 _TASKS, _PRODUCTS = 16, 1 << 20
@@ -57,12 +57,8 @@ _FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 128, 24, 2
 # Blocks of positions of a task. With strides, a part uses few of the weights that are loaded together, so
 # that it should use each for many positions.
 _BLOCKS, _BLOCKS_OF_PARTS = 2, 4
-# Products with padding are left out if so large a part remains.
-_MOST_PRODUCTS_LEFT = 0.97
 # Pairs fill tiles, and squares that are transposed at once.
 _PAIRS = 48
-# The way for few positions is taken if it is expected to need less than such a part of the time.
-_GAIN = 0.87
 
 
 def plan(
@@ -86,8 +82,8 @@ def plan(
     pairs = _pairs_of_task(group * -(-filters // COLUMNS), channels * taps, tasks, unit)
     dw_tasks = group * -(-filters // COLUMNS) * -(-channels * taps // pairs)
     few = FewPositions(win, samples, group, filters, channels)
-    few_dx = dx is not None and few.dx_is_possible and few.dx_time < _GAIN * _dx_time(few, division)
-    few_dw = dw is not None and few.dw_is_possible and few.dw_time < _GAIN * _dw_time(few, ranges, skips)
+    few_dx = dx is not None and few.dx_is_possible and _takes_few(few.dx_counts, _dx_counts(few, division))
+    few_dw = dw is not None and few.dw_is_possible and _takes_few(few.dw_counts, _dw_counts(few, skips))
     few_tasks = Division.of(few, tasks, dx=few_dx, dw=few_dw)
     dx_tasks, dw_tasks = few_tasks.dx_tasks or dx_tasks, few_tasks.dw_tasks or dw_tasks
     dx_tasks, dw_tasks = dx_tasks if dx else 0, dw_tasks if dw else 0
@@ -141,27 +137,44 @@ def plan(
     )
 
 
-def _dx_time(few: FewPositions, division: _Division) -> float:
-    """Return about how long dX takes, in nanoseconds; the constants were fitted to measurements."""
+def _takes_few(few: Counts, many: Counts) -> bool:
+    return costs.takes("few", costs.time_of(few), costs.time_of(many))
+
+
+def _dx_counts(few: FewPositions, division: _Division) -> ManyDx:
+    """Return how often each cost of dX occurs."""
     filters, channels = few.filters * few.group, few.channels * few.group
-    boxes, lines = math.prod(division.box), division.box[0] * division.box[1]
-    time = 2100 + 406 * division.table()[0] + 0.0184 * TILE * filters * division.cost
-    time += filters * (0.206 * few.channels * few.taps + few.samples * (0.128 * boxes + 5.5 * lines) + 18)
-    return time + 0.75 * few.samples * channels * math.prod(few.win.sizes)
+    products, copies = division.counts
+    return ManyDx(
+        call=1,
+        task=division.table()[0],
+        product=filters * products,
+        copy=filters * copies,
+        weight=filters * few.channels * few.taps,
+        box=filters * few.samples * math.prod(division.box),
+        row=filters * few.samples * division.box[0] * division.box[1],
+        filter=filters,
+        element=few.samples * channels * math.prod(few.win.sizes),
+    )
 
 
-def _dw_time(few: FewPositions, ranges: list[Range], skips: bool) -> float:
-    """The same for dW."""
-    pairs, filters = few.channels * few.taps, -(-few.filters // TILE) * TILE
-    products = few.rows * filters * few.group * -(-pairs // TILE_ROWS) * TILE_ROWS
+def _dw_counts(few: FewPositions, skips: bool) -> ManyDw:
+    """Return how often each cost of dW occurs."""
+    pairs, filters = few.channels * few.taps, -(-few.filters // TILE) * TILE * few.group
+    products = few.rows * filters * -(-pairs // TILE_ROWS) * TILE_ROWS
     if skips:
-        seen = sum((bottom - top) * (right - left) for top, bottom, left, right in ranges)
-        products = few.samples * seen * filters * few.group * -(-few.channels // TILE_ROWS) * TILE_ROWS
-    tiles = -(-pairs // TILE_ROWS) * -(-filters // COLUMNS) * -(-few.rows // TERMS) * few.group
-    time = 1700 + 910 * few.group + 0.0186 * products + 44 * tiles
-    time += filters * few.group * (0.47 * few.rows + 0.174 * pairs)
-    boxes = 0.1 * math.prod(few.box) + 6.6 * few.box[0] * few.box[1]
-    return time + (0 if few.in_place else few.samples * few.channels * few.group * boxes)
+        products = few.samples * _seen(_ranges(few.win)) * filters * -(-few.channels // TILE_ROWS) * TILE_ROWS
+    boxes = 0 if few.in_place else few.samples * few.channels * few.group
+    return ManyDw(
+        call=1,
+        group=few.group,
+        product=products,
+        tile=-(-pairs // TILE_ROWS) * -(-few.filters // COLUMNS) * -(-few.rows // TERMS) * few.group,
+        position=filters * few.rows,
+        weight=filters * pairs,
+        box=boxes * math.prod(few.box),
+        row=boxes * few.box[0] * few.box[1],
+    )
 
 
 def is_fastest(dy: Known, x: Known, w: Known, *, group: int, strides: Sequence[int] | None, **_: Any) -> bool:
@@ -265,7 +278,7 @@ class _Division:
         blocks = _BLOCKS if len(parts) == 1 else _BLOCKS_OF_PARTS
         whole = cls(parts, samples, group, channels, tuple(heads), tuple(box), False, blocks, channels)
         panels = replace(whole, panels=True)
-        best = panels if panels.cost < whole.cost else whole
+        best = panels if panels._cost < whole._cost else whole
         while best.table()[0] < tasks and best.blocks_of_task > 1:
             best = replace(best, blocks_of_task=best.blocks_of_task // 2)
         splits = -(-tasks // best.table()[0])
@@ -285,16 +298,21 @@ class _Division:
         return self.samples * part.count[0], (part.count[1] - 1) * self.box[2] + part.count[2]
 
     @property
-    def cost(self) -> float:
-        """The time for dX of one filter, in units of that of a product with a vector of 16 channels."""
-        cost = 0.0
+    def counts(self) -> tuple[int, float]:
+        """The products and copies for dX of one filter."""
+        products, copies = 0, 0.0
         for part in self.parts:
             lines, length = self._lines(part)
-            cost += len(part.taps) * lines * -(-length // TILE) * self.channels
+            products += len(part.taps) * lines * -(-length // TILE) * TILE * self.channels
             if self.panels:
                 width = part.count[2]
-                cost += len(part.taps) * lines * length / width * -(-width // TILE) * _COPY
-        return cost
+                copies += len(part.taps) * lines * length / width * -(-width // TILE)
+        return products, copies
+
+    @property
+    def _cost(self) -> float:
+        cost, (products, copies) = costs.current().many_dx, self.counts
+        return cost.product * products + cost.copy * copies
 
     def table(self) -> tuple[int, list[int]]:
         """Return the number of tasks, and the table of parts for the kernel."""
@@ -350,10 +368,14 @@ def _pays_to_skip(win: Windows, channels: int, ranges: list[Range]) -> bool:
     positions, taps = math.prod(win.outputs), math.prod(win.kernel)
     if win.outputs[0] * win.kernel[0] > 1 or positions > 2 * TERMS or taps * TILE_ROWS > _MOST_PAIRS:
         return False
-    products = sum((bottom - top) * (right - left) for top, bottom, left, right in ranges)
     # Tiles of all taps are full; those of one tap have rows for no channel.
     rows = -(-channels // TILE_ROWS) * TILE_ROWS
-    return products * rows < _MOST_PRODUCTS_LEFT * positions * taps * channels
+    return costs.takes("skip", _seen(ranges) * rows, positions * taps * channels)
+
+
+def _seen(ranges: list[Range]) -> int:
+    """Return for how many pairs of tap and position of a plane the tap sees no padding."""
+    return sum((bottom - top) * (right - left) for top, bottom, left, right in ranges)
 
 
 def prepare(

@@ -25,13 +25,11 @@ import numpy as np
 from ortgrad.compiled.functions import TILE
 from ortgrad.operators.records import numbers_of, size_of
 from ortgrad.ops._windows import Windows
+from ortgrad.ops.conv import costs
+from ortgrad.ops.conv.costs import Depthwise
 
 # Vectors in the boxes of a strip, which stay in the second cache.
 _STRIP = 4096
-# In vectors: what a block of lanes takes beside its own, one of pieces with its edges, and each tap of it.
-_BLOCK, _EDGES, _TAP = 32, 224, 8
-# How much longer a vector of pieces takes.
-_SLOWER = 1.4
 # Products that are added up before they are added to the sums: as many as keep the rounding errors small.
 _TERMS = 256
 
@@ -435,25 +433,34 @@ _KEPT = ("kernel", "strides", "dilations", "heads", "tails")
 def _piece(rows: int, each: int, fixed: int, least: int, taps: int, planes: Planes) -> int:
     """Return how many of the rows a piece has that fills a lane; 0 if lanes are channels.
 
-    A row takes `each` vectors, and a piece `fixed` more. The work is that of all vectors.
+    A row takes `each` vectors, and a piece `fixed` more.
     """
     if planes.channels % TILE == 0:
         return 0
-    blocks = planes.samples * -(-planes.channels // TILE)
-    strips = _strips(rows, each, fixed, 1)
-    best: float = blocks * (rows * each + len(strips) * (fixed + _BLOCK))
+    best = costs.time_of(_channel_counts(rows, each, fixed, planes))
     found = 0
     for size in range(least, rows + 1):
         if size > least and size * each + fixed > _STRIP:
             break
         pieces = planes.channels * -(-rows // size)
-        count = -(-planes.samples * pieces // TILE)
-        # Other blocks have the same weights if whole samples are in a block.
-        loads = min(count, 2) if TILE % pieces == 0 else count
-        work = count * (_SLOWER * (size * each + fixed) + _EDGES) + loads * _TAP * taps
+        work = costs.time_of(_piece_counts(pieces, size * each + fixed, taps, planes.samples))
         if work < best:
             best, found = work, size
     return found
+
+
+def _channel_counts(rows: int, each: int, fixed: int, planes: Planes) -> Depthwise:
+    """Return how often each cost occurs if lanes are channels; a strip takes `fixed` more vectors."""
+    blocks, strips = planes.samples * -(-planes.channels // TILE), len(_strips(rows, each, fixed, 1))
+    return Depthwise(blocks * (rows * each + strips * fixed), blocks * strips, 0, 0, 0)
+
+
+def _piece_counts(pieces: int, vectors: int, taps: int, samples: int) -> Depthwise:
+    """Return how often each cost occurs if lanes are pieces, of which a sample has `pieces`."""
+    count = -(-samples * pieces // TILE)
+    # Other blocks have the same weights if whole samples are in a block.
+    loads = min(count, 2) if TILE % pieces == 0 else count
+    return Depthwise(0, 0, count * vectors, count, loads * taps)
 
 
 def _strips(rows: int, each: int, fixed: int, least: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Plans for convolutions with few positions: how long they take, and their division into tasks."""
+"""Plans for convolutions with few positions: what they cost, and their division into tasks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ortgrad.compiled.functions import TILE, TILE_ROWS
 from ortgrad.ops._windows import Windows
 from ortgrad.ops.conv._few_positions import TOGETHER, Few
 from ortgrad.ops.conv._geometry import Geometry, Spatial
+from ortgrad.ops.conv.costs import FewDw, FewDx
 from ortgrad.threads import lazy
 
 # Columns of a tile, at most.
@@ -64,36 +65,26 @@ class FewPositions:
     def dw_is_possible(self) -> bool:
         return self.rows <= _MOST_ROWS
 
-    # The times were fitted to measurements, in nanoseconds. They are to be compared with those of other ways.
-
     @property
-    def dx_time(self) -> float:
-        """About how long dX takes."""
+    def dx_counts(self) -> FewDx:
+        """How often each cost of dX occurs."""
         tiles = -(-self.rows // TILE_ROWS) * -(-self.channels * self.taps // _COLUMNS)
         tiles *= -(-self.filters // TOGETHER) * self.group
-        return 2300 + 59 * tiles + 0.555 * self._elements + 8.7 * self._rows_of_boxes + self._time_of_products
+        return FewDx(1, tiles, *self._further_counts)
 
     @property
-    def dw_time(self) -> float:
-        """About how long dW takes."""
+    def dw_counts(self) -> FewDw:
+        """How often each cost of dW occurs."""
         tiles = -(-self.filters // TILE_ROWS) * -(-self.channels * self.taps // _COLUMNS) * self.group
-        copies = 0.44 * self._elements + 7.6 * self._rows_of_boxes
-        return 1900 + 560 * self.group + 16 * tiles + copies + self._time_of_products
+        return FewDw(1, self.group, tiles, *self._further_counts)
 
     @property
-    def _elements(self) -> int:
-        """The number of elements of the matrix of what windows see."""
-        return self.rows * self.channels * self.taps * self.group
-
-    @property
-    def _rows_of_boxes(self) -> int:
-        rows = self.samples * self.channels * self.group * self.win.sizes[0] * self.win.sizes[1]
-        return 0 if self.in_place else rows
-
-    @property
-    def _time_of_products(self) -> float:
-        weights = self.filters * self.channels * self.taps * self.group
-        return 0.0201 * weights * self.rows + 0.06 * weights
+    def _further_counts(self) -> tuple[int, int, int, int]:
+        """Return the counts of what windows see, of rows of boxes, of products and of weights."""
+        channels = self.channels * self.group
+        rows = 0 if self.in_place else self.samples * channels * self.win.sizes[0] * self.win.sizes[1]
+        weights = self.filters * channels * self.taps
+        return self.rows * channels * self.taps, rows, weights * self.rows, weights
 
     @property
     def geometry(self) -> Geometry:

@@ -31,6 +31,7 @@ from ortgrad.operators.compiled import Integers, Plan
 from ortgrad.operators.records import numbers_of
 from ortgrad.ops._rows import add_to
 from ortgrad.ops._windows import windows
+from ortgrad.ops.conv import costs
 from ortgrad.ops.conv._compiled import _in_three_dimensions, _place, _reaches
 from ortgrad.ops.conv._forward_geometry import (
     Geometry,
@@ -50,8 +51,6 @@ _TASKS, _PRODUCTS, _SUMS = 16, 1 << 20, 8192
 _LONG_ROW = 256
 # Columns of a task whose rows are filters.
 _ROOM = 4 * COLUMNS
-# The time of a product there, compared with one whose columns are filters.
-_FACTOR_OF_ROWS = 1.1
 
 
 def plan(
@@ -78,8 +77,8 @@ def plan(
     together = min(channels, max(1, TERMS // taps))
     slices, positions = -(-filters // TILE), x[0] * math.prod(win.outputs)
     wanted = min(_TASKS, max(1, positions * math.prod(w) // _PRODUCTS))
-    by_rows = max(win.strides) == 1 and (
-        filters * win.reach[2] * _FACTOR_OF_ROWS < slices * TILE * win.outputs[2]
+    by_rows = max(win.strides) == 1 and costs.takes(
+        "rows", filters * win.reach[2], slices * TILE * win.outputs[2]
     )
     in_place = not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
     boxes = 0 if in_place and not by_rows else x[0] * x[1]

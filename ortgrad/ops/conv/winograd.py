@@ -14,14 +14,10 @@ import numpy as np
 from ortgrad.compiled.functions import TILE
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import operator
-from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad, conv, forward
+from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad, conv, costs, forward
 
 if TYPE_CHECKING:
     from ortgrad.ops.conv._compiled import Known
-
-# The time that the transforms of a tile's channel take, compared with what the products with a filter save,
-# and the number of tiles that save what the transforms of the weights take.
-_TRANSFORMS, _FEWEST_TILES = 13.5, 18
 
 
 def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
@@ -36,12 +32,13 @@ def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
         return False
     # Each tile saves products, and costs transforms. So do the weights, and they are transformed once. Sizes
     # of X that are not known count as large.
-    gain = 1 - _TRANSFORMS * (1 / w[0] + 1 / w[1])
+    cost = costs.current().winograd
+    gain = 1 - cost.transforms * (1 / w[0] + 1 / w[1])
     known = [] if x is None else [size for size in x[2:] if size is not None]
     if len(known) < 2:
         return gain > 0
     batch = x[0] or 1 if x is not None else 1
-    return batch * math.prod(-(-size // 2) for size in known) * gain > _FEWEST_TILES
+    return batch * math.prod(-(-size // 2) for size in known) * gain > cost.tiles
 
 
 @operator("WinogradConv", **forward.DECLARATION)
