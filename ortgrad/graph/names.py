@@ -18,6 +18,8 @@ class Names:
         self._values: set[str] = set(taken)
         self._nodes: set[str] = set()
         self._numbers: dict[str, int] = {}
+        # The model whose names are still to be collected.
+        self._model: ir.Model | None = None
 
     @classmethod
     def of(cls, model: ir.Model) -> Names:
@@ -26,20 +28,34 @@ class Names:
         Values of the main graph keep their names. Duplicate node names occur in files that onnxruntime
         refuses, duplicate value names in the branches of an If and in subgraphs with inlined functions.
         """
-        names = cls(value.name for value in _values(model.graph) if value.name)
+        names = cls()
+        names._collect(model)
+        return names
+
+    @classmethod
+    def later(cls, model: ir.Model) -> Names:
+        """Return the names of a model, which are collected as by `of` when the first new one is needed."""
+        names = cls()
+        names._model = model
+        return names
+
+    def _collect(self, model: ir.Model) -> None:
+        self._values.update(value.name for value in _values(model.graph) if value.name)
         # Collect all names before changing any, so that the first of two equal names is kept.
         graphs = list(model.graph.subgraphs())
         later = [value for graph in graphs for value in _values(graph) if value.name]
         nodes = [node for graph in (model.graph, *graphs) for node in graph if node.name]
-        twice = [value for value in later if _seen(names._values, value)]
-        for node in [node for node in nodes if _seen(names._nodes, node)]:
-            node.name = names.fresh(node.name or "")
+        twice = [value for value in later if _seen(self._values, value)]
+        for node in [node for node in nodes if _seen(self._nodes, node)]:
+            node.name = self.fresh(node.name or "")
         for value in twice:
-            value.name = names.fresh(value.name or "")
-        return names
+            value.name = self.fresh(value.name or "")
 
     def fresh(self, name: str) -> str:
         """Return the name, with a number appended if it is taken, and reserve it."""
+        if self._model is not None:
+            model, self._model = self._model, None
+            self._collect(model)
         free = name
         while free in self._values or free in self._nodes:
             number = self._numbers[name] = self._numbers.get(name, 1) + 1

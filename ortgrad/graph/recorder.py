@@ -117,6 +117,14 @@ class Recorder(ir.tape.Tape):
             value.name = name if outputs == 1 else self.names.fresh(f"{name}.{i}")
         return values
 
+    def in_place_of(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
+        """Record a node with the operator, the attributes and the name of one that it replaces."""
+        (value,) = self.add(node.op_type, inputs, node.attributes, domain=node.domain)
+        made = value.producer()
+        assert made is not None
+        made.name = node.name or made.name
+        return value
+
     def name(self, name: str) -> str:
         """Return a unique name in the current scope."""
         return self.names.fresh(f"{self.scope}/{name}" if self.scope else name)

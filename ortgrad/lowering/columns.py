@@ -26,11 +26,10 @@ from ortgrad.passes.expand import expand
 
 def expand_with_columns(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> ir.Model:
     """Replace every complete gradient node for which `choose` returns True, and convolutions of these."""
-    names: Names | None = None
+    names = Names.later(model)
     found = False
     for node, operator in list(gradient_nodes(model)):
         if operator is conv_grad and node.graph is model.graph and choose(node, operator):
-            names = names or Names.of(model)
             found = _replace_convolution(node, model.opset_imports[""], names) or found
     model = expand(model, choose)
     return deduplicate(model) if found else model

@@ -13,7 +13,7 @@ from ortgrad.ops.conv.depthwise import depthwise_conv, depthwise_conv_grad
 
 def use_depthwise(model: ir.Model) -> ir.Model:
     """Replace nodes of ConvGrad, and nodes of Conv whose weights are not constant."""
-    names: Names | None = None
+    names = Names.later(model)
     constant = constant_values(model)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         is_gradient = (node.domain, node.op_type) == (conv_grad.domain, conv_grad.name)
@@ -23,7 +23,6 @@ def use_depthwise(model: ir.Model) -> ir.Model:
         if is_gradient:
             take_over(model, node, depthwise_conv_grad)
         elif node.inputs[1] not in constant and not is_dequantized(node.inputs[1]):
-            names = names or Names.of(model)
             become(model, node, depthwise_conv, names)
     return model
 

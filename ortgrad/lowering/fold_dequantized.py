@@ -25,7 +25,7 @@ _LARGEST = 1 << 30
 def fold_dequantized(model: ir.Model) -> ir.Model:
     """Replace such nodes, also in subgraphs, where their results are read as floating-point numbers."""
     constant: set[ir.Value] | None = None
-    names: Names | None = None
+    names = Names.later(model)
     left = _LARGEST
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if not _is_dequantization(node) or node.outputs[0].is_graph_output():
@@ -36,7 +36,6 @@ def fold_dequantized(model: ir.Model) -> ir.Model:
         if size is None or size > left or all(_reads_integers(use.node, constant) for use in uses):
             continue
         left -= size
-        names = names or Names.of(model)
         _replace(node, constant, model.opset_imports[""], names)
     return model
 

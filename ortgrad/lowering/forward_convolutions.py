@@ -11,8 +11,8 @@ import math
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.outputs import replace_values
-from ortgrad.graph.traversal import only_reader
+from ortgrad.graph.outputs import replace_node
+from ortgrad.graph.patterns import Match, Operators, Pattern, Term
 from ortgrad.lowering.constants import constant_values, is_dequantized
 from ortgrad.lowering.fusion.fusable import known_shape, read_constant
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, sizes_of
@@ -22,16 +22,32 @@ from ortgrad.ops.conv.forward import ACTIVATIONS, dense_conv, is_fastest
 from ortgrad.ops.conv.winograd import winograd_conv
 
 
+def _convolution(op: Operators, x: Term, w: Term, b: Term, z: Term, low: Term, high: Term) -> Term:
+    y = op.Conv(x, w, op.either(b, None))
+    total = op.either(op.Add(y, z), y)
+    return op.either(op.one_of(*ACTIVATIONS)(total, op.either(low, None), op.either(high, None)), total)
+
+
+_CONVOLUTION = Pattern(_convolution)
+
+
 def use_forward_convolutions(model: ir.Model) -> ir.Model:
     """Replace the nodes of Conv for which the compiled kernel was measured to be faster."""
-    names: Names | None = None
+    names = Names.later(model)
     constant = constant_values(model)
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        is_conv = (node.domain, node.op_type) == ("", "Conv")
-        if is_conv and node.inputs[1] not in constant and _is_faster(node):
-            names = names or Names.of(model)
-            _replace(model, node, names)
+    # Backwards, so that as much as possible is merged with a convolution.
+    for match in _CONVOLUTION.find(ir.traversal.RecursiveGraphIterator(model.graph, reverse=True)):
+        if match.values["w"] not in constant and _is_merged(match) and _is_faster(match.node("Conv")):
+            _replace(model, match, names)
     return model
+
+
+def _is_merged(match: Match) -> bool:
+    """Return whether the kernel also computes what follows the convolution."""
+    z, y = match.values.get("z"), match.node("Conv").outputs[0]
+    shape = known_shape(y)
+    fits = z is None or (shape is not None and known_shape(z) == shape)
+    return fits and match.is_private and _activation(match.root) is not None
 
 
 def _is_faster(node: ir.Node) -> bool:
@@ -45,37 +61,15 @@ def _is_faster(node: ir.Node) -> bool:
     )
 
 
-def _replace(model: ir.Model, node: ir.Node, names: Names) -> None:
+def _replace(model: ir.Model, match: Match, names: Names) -> None:
     """Replace a convolution, and what is merged with it."""
-    old, last, z = node.outputs[0], node, None
-    total = _next(node)
-    if total is not None and total.op_type == "Add":
-        z = next((value for value in total.inputs if value is not old), None)
-        shape = known_shape(old)
-        if z is not None and shape is not None and known_shape(z) == shape:
-            last = total
-        else:
-            z = None
-    attributes = dict(node.attributes)
-    user = _next(last)
-    activation = {} if user is None else _activation(user)
-    if user is not None and activation:
-        last = user
-        attributes |= {
-            "activation": ir.AttrString("activation", user.op_type),
-            **{name: ir.AttrFloat32(name, value) for name, value in activation.items()},
-        }
-    inputs = [*node.inputs, None][:3]
-    graph, result = last.graph, last.outputs[0]
-    assert graph is not None
-    operator = _operator(node)
-    new = ir.Node(INTERNAL_DOMAIN, operator.name, [*inputs, z], attributes.values(), name=node.name)
-    output = new.outputs[0]
-    output.name, output.type, output.shape = result.name, result.type, result.shape
-    graph.insert_after(last, new)
-    replace_values([result], [output])
-    merged = [user if activation else None, total if z is not None else None, node]
-    graph.remove([each for each in merged if each is not None], safe=True)
+    node, last = match.node("Conv"), match.root
+    operator, result = _operator(node), last.outputs[0]
+    attributes = [*node.attributes.values(), *(_activation(last) or ())]
+    inputs = [match.values.get(name) for name in ("x", "w", "b", "z")]
+    new = ir.Node(INTERNAL_DOMAIN, operator.name, inputs, attributes, name=node.name)
+    replace_node(last, [new], [(result, new.outputs[0])])
+    match.remove_unread()
     become(model, new, operator, names)
 
 
@@ -87,18 +81,16 @@ def _operator(node: ir.Node) -> Operator:
     return winograd_conv if winograd.is_fastest(sizes_of(x), sizes_of(w), attributes) else dense_conv
 
 
-def _activation(node: ir.Node) -> dict[str, float]:
-    """Return the numbers of an activation; an empty dict if the node is none that can be merged."""
-    if node.op_type not in ACTIVATIONS or node.domain not in ("", "ai.onnx"):
-        return {}
+def _activation(node: ir.Node) -> list[ir.Attr] | None:
+    """Return the attributes for an activation, none for other nodes; None if it is not supported."""
+    if node.op_type not in ACTIVATIONS:
+        return []
+    numbers = {"alpha": node.attributes.get_float("alpha", 0.01) if node.op_type == "LeakyRelu" else 0.0}
     if node.op_type == "Clip":
         found = [read_constant(value) for value in node.inputs[1:]]
         bounds = [bound.number for bound in found if bound is not None and math.isfinite(bound.number)]
-        return {"alpha": bounds[0], "beta": bounds[1]} if len(bounds) == 2 else {}
-    return {"alpha": node.attributes.get_float("alpha", 0.01) if node.op_type == "LeakyRelu" else 0.0}
-
-
-def _next(node: ir.Node) -> ir.Node | None:
-    """Return the node of the same graph that alone reads the result."""
-    user = only_reader(node.outputs[0])
-    return user if user is not None and user.graph is node.graph else None
+        if len(bounds) != 2:
+            return None
+        numbers = {"alpha": bounds[0], "beta": bounds[1]}
+    kind = ir.AttrString("activation", node.op_type)
+    return [kind, *(ir.AttrFloat32(name, value) for name, value in numbers.items())]

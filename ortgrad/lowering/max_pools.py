@@ -12,10 +12,9 @@ from ortgrad.ops.max_pool import max_pool_with_indices
 
 def use_max_pool(model: ir.Model) -> ir.Model:
     """Replace nodes of MaxPool whose indices are used, unless they have dilations or count by columns."""
-    names: Names | None = None
+    names = Names.later(model)
     for node in computed_nodes(model):
         if (node.domain, node.op_type) == ("", "MaxPool") and _is_supported(node):
-            names = names or Names.of(model)
             for name in ("dilations", "storage_order"):
                 node.attributes.pop(name, None)
             become(model, node, max_pool_with_indices, names)

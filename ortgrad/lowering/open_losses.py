@@ -21,7 +21,7 @@ def open_losses(model: ir.Model, *, compiled: bool) -> ir.Model:
     With `compiled`, an operator with a compiled kernel is used.
     """
     found = [n for n in model.graph.all_nodes() if n.op_type == _LOSS and n.domain == "" and _is_plain(n)]
-    names = Names.of(model) if found else Names()
+    names = Names.later(model)
     for node in found:
         op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
         scores = node.inputs[0]

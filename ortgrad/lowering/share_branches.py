@@ -34,13 +34,12 @@ _Same = Mapping[ir.Value, object]
 
 def share_branches(model: ir.Model) -> ir.Model:
     """Share values between Ifs with the same condition, which must be in topological order."""
-    names: Names | None = None
+    names = Names.later(model)
     for graph in list(model.graphs()):
         first: dict[ir.Value, ir.Node] = {}
         for node in list(graph):
             condition = node.inputs[0] if _is_if(node) else None
             if condition is not None and first.setdefault(condition, node) is not node:
-                names = names or Names.of(model)
                 for branch in _BRANCHES:
                     _share(first[condition], node, branch, names)
     return model

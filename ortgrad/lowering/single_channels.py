@@ -26,10 +26,9 @@ from ortgrad.ops.conv.conv import conv_grad
 
 def expand_single_channels(model: ir.Model) -> ir.Model:
     """Compute dX of such nodes of ConvGrad by the body; dW and dB remain, unless filters are few."""
-    names: Names | None = None
+    names = Names.later(model)
     for node, operator in gradient_nodes(model):
         if operator is conv_grad and _has_one_channel(node):
-            names = names or Names.of(model)
             _expand(node, model.opset_imports[""], names)
     return model
 

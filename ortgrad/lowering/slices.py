@@ -9,8 +9,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ortgrad.graph.outputs import replace_values
-from ortgrad.graph.traversal import constant_array
+from ortgrad.graph.outputs import remove_nodes, replace_node
+from ortgrad.graph.patterns import Pattern
+from ortgrad.graph.traversal import constant_array, only_reader
+
+_PADDED = Pattern(lambda op, x, pads, axes: op.Pad(x, pads, None, op.either(axes, None)))
 
 
 def join_slices(model: ir.Model) -> ir.Model:
@@ -52,14 +55,11 @@ def _parts(node: ir.Node) -> tuple[int, list[ir.Value]] | None:
 
 def _padded(term: ir.Value | None, user: ir.Node) -> tuple[int, int, int, ir.Value] | None:
     """Return the axis along which a term is padded with zeros, the number before and after, and of what."""
-    pad = None if term is None else term.producer()
-    if term is None or pad is None or (pad.domain, pad.op_type) != ("", "Pad") or pad.graph is not user.graph:
+    pad = next(_PADDED.match(term), None)
+    if term is None or pad is None or pad.root.graph is not user.graph or only_reader(term) is None:
         return None
-    if term.is_graph_output() or len(term.uses()) > 1 or "mode" in pad.attributes:
-        return None
-    x, pads, fill, axes = (*pad.inputs, None, None)[:4]
-    amounts = constant_array(pads)
-    if x is None or x.shape is None or amounts is None or fill is not None:
+    x, amounts, axes = pad.values["x"], constant_array(pad.values["pads"]), pad.values.get("axes")
+    if x.shape is None or amounts is None or "mode" in pad.root.attributes:
         return None
     chosen = np.arange(len(x.shape)) if axes is None else constant_array(axes)
     if chosen is None or chosen.ndim != 1 or amounts.shape != (2 * chosen.size,):
@@ -73,13 +73,7 @@ def _padded(term: ir.Value | None, user: ir.Node) -> tuple[int, int, int, ir.Val
 
 
 def _replace(node: ir.Node, axis: int, values: list[ir.Value]) -> None:
-    graph = node.graph
-    assert graph is not None
     pads = [value.producer() for value in node.inputs if value is not None]
     joined = ir.node("Concat", values, {"axis": axis}, name=node.name)
-    old, new = node.outputs[0], joined.outputs[0]
-    new.name, new.type, new.shape = old.name, old.type, old.shape
-    graph.insert_after(node, joined)
-    replace_values([old], [new])
-    graph.remove(node, safe=True)
-    graph.remove([pad for pad in pads if pad is not None], safe=True)
+    replace_node(node, [joined], [(node.outputs[0], joined.outputs[0])])
+    remove_nodes(pad for pad in pads if pad is not None)

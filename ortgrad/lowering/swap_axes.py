@@ -15,11 +15,10 @@ from ortgrad.ops.swap_axes import swap_axes, swapped
 
 def use_swap_axes(model: ir.Model) -> ir.Model:
     """Replace nodes of Transpose that swap two neighbouring axes and leave runs of elements together."""
-    names: Names | None = None
+    names = Names.later(model)
     for node in computed_nodes(model):
         axis = _axis(node) if (node.domain, node.op_type) == ("", "Transpose") else None
         if axis is not None:
-            names = names or Names.of(model)
             node.attributes.clear()
             node.attributes.add(ir.AttrInt64("axis", axis))
             become(model, node, swap_axes, names)

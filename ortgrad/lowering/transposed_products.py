@@ -15,10 +15,9 @@ _LARGER, _SMALLER = 192, 48
 
 def use_transposed_products(model: ir.Model) -> ir.Model:
     """Replace large nodes of Gemm that only multiply, with their first input transposed."""
-    names: Names | None = None
+    names = Names.later(model)
     for node in computed_nodes(model):
         if (node.domain, node.op_type) == ("", "Gemm") and _is_supported(node):
-            names = names or Names.of(model)
             node.attributes.clear()
             node.resize_inputs(2)
             become(model, node, transposed_product, names)

@@ -15,13 +15,20 @@ import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
+from ortgrad.graph.patterns import Match, Pattern
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import values_by_name
 from ortgrad.shapes.inference import infer_types
 
-# Folded, operations on the weights take the place of operations on the result. It pays up to so many weights
-# per element of the result. A batch of unknown size counts as so many samples.
+_NORMALIZED = Pattern(
+    lambda op, x, w, b, scale, bias, mean, var: op.BatchNormalization(
+        op.Conv(x, w, op.either(b, None)), scale, bias, mean, var
+    )
+)
+# Operations on the weights take the place of operations on the result. It pays up to this number of weights
+# per element of the result.
 _MOST_WEIGHTS_PER_ELEMENT = 2
+# The batch size assumed when it is unknown.
 _UNKNOWN_BATCH = 4
 
 
@@ -32,42 +39,35 @@ def fold_normalizations(model: ir.Model, targets: Iterable[str], outputs: Iterab
     """
     named = values_by_name(model.graph)
     kept = {named[name] for name in (*targets, *outputs)}
-    chosen = [
-        (convolution, node)
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        if (convolution := _folded_convolution(node, kept)) is not None
-        and _source(convolution.inputs[1]) in kept
-    ]
-    if not chosen:
-        return model
-    names = Names.of(model)
-    for convolution, node in chosen:
+    names, changed = Names.later(model), False
+    for match in _NORMALIZED.find(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if not _is_foldable(match, kept):
+            continue
+        node, changed = match.root, True
         op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")
         with op.arithmetic():
-            y = _folded(op, convolution, node)
+            y = _folded(op, match)
         y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
         put_in_place(node, [], op, [y])
-        assert convolution.graph is not None
-        convolution.graph.remove(convolution, safe=True)
-    infer_types(model)
+        match.remove_unread()
+    if changed:
+        infer_types(model)
     return model
 
 
-def _folded_convolution(node: ir.Node, kept: Collection[ir.Value]) -> ir.Node | None:
-    """Return the convolution that the normalization can be folded into."""
-    if (node.domain, node.op_type) != ("", "BatchNormalization") or node.attributes.get_int("training_mode"):
-        return None
-    x = node.inputs[0]
-    convolution = None if x is None else x.producer()
-    if x is None or convolution is None or (convolution.domain, convolution.op_type) != ("", "Conv"):
-        return None
-    if convolution.graph is not node.graph or len(x.uses()) > 1 or x.is_graph_output() or x in kept:
-        return None
-    w = convolution.inputs[1]
-    operands = [w, *convolution.inputs[2:], *node.inputs[1:]]
-    if w is None or w.shape is None or any(v is not None and v.dtype != w.dtype for v in operands):
-        return None
-    return convolution if _is_cheaper(w.shape, node.outputs[0].shape) else None
+def _is_foldable(match: Match, kept: Collection[ir.Value]) -> bool:
+    """Return whether to fold a normalization into the convolution before it."""
+    node, y, w = match.root, match.root.inputs[0], match.values["w"]
+    others = [value for name, value in match.values.items() if name != "x"]
+    return (
+        not node.attributes.get_int("training_mode", 0)
+        and match.is_private
+        and y not in kept
+        and _source(w) in kept
+        and w.shape is not None
+        and all(value.dtype == w.dtype for value in others)
+        and _is_cheaper(w.shape, node.outputs[0].shape)
+    )
 
 
 def _source(value: ir.Value | None) -> ir.Value | None:
@@ -87,17 +87,11 @@ def _is_cheaper(w: ir.Shape, y: ir.Shape | None) -> bool:
     return math.prod(weights) <= _MOST_WEIGHTS_PER_ELEMENT * batch * math.prod(elements)
 
 
-def _folded(op: Recorder, convolution: ir.Node, node: ir.Node) -> ir.Value:
-    x, w, b = (*convolution.inputs, None)[:3]
-    scale, bias, mean, var = node.inputs[1:]
-    assert w is not None and w.shape is not None
-    assert scale is not None and bias is not None and mean is not None and var is not None
-    factor = scale / op.Sqrt(var + node.attributes.get_float("epsilon", 1e-5))
+def _folded(op: Recorder, match: Match) -> ir.Value:
+    x, w, scale, bias, mean, var = (match.values[name] for name in ("x", "w", "scale", "bias", "mean", "var"))
+    b = match.values.get("b")
+    assert w.shape is not None
+    factor = scale / op.Sqrt(var + match.root.attributes.get_float("epsilon", 1e-5))
     shift = bias - mean * factor if b is None else bias + (b - mean) * factor
     per_filter = op.Unsqueeze(factor, list(range(1, len(w.shape))))
-    (y,) = op.add("Conv", [x, w * per_filter, shift])
-    made = y.producer()
-    assert made is not None
-    made.attributes.update(convolution.attributes)
-    made.name = convolution.name
-    return y
+    return op.in_place_of(match.node("Conv"), [x, w * per_filter, shift])

@@ -25,7 +25,7 @@ def separate_targets(model: ir.Model, wrt: Sequence[str] | None) -> ir.Model:
         for value in node.outputs
         if value.name and any(value.name == name or fnmatchcase(value.name, name) for name in wrt or ())
     ]
-    names = Names.of(model) if chosen else Names()
+    names = Names.later(model)
     for value in chosen:
         node, name = value.producer(), value.name or ""
         assert node is not None

@@ -16,11 +16,10 @@ def state_pool_sizes(model: ir.Model) -> ir.Model:
     """
     if model.opset_imports[""] >= _FIRST_RIGHT_OPSET:
         return model
-    names: Names | None = None
+    names = Names.later(model)
     for node in list(model.graph.all_nodes()):
         if node.op_type not in POOLS or node.domain or not _is_inferred_wrong(node):
             continue
-        names = names or Names.of(model)
         op = Recorder(model.opset_imports[""], names, f"{node.outputs[0].name}/size")
         for value in node.outputs:
             if not value.uses() and not value.is_graph_output():

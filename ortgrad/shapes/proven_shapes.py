@@ -109,7 +109,7 @@ def assume_ranks(model: ir.Model, ranks: Ranks, outputs: Sequence[ir.Value]) -> 
     unknown. Only values that the outputs depend on are considered.
     """
     needed = list(_needed(model.graph, outputs))
-    names: Names | None = None
+    names = Names.later(model)
     checked: set[ir.Value] = set()
     while True:
         pending = {v for v in needed if v.shape is None and v in ranks and v.uses()} - checked
@@ -117,7 +117,6 @@ def assume_ranks(model: ir.Model, ranks: Ranks, outputs: Sequence[ir.Value]) -> 
         first = [v for v in needed if v in pending and not _follows(v, pending, model.opset_imports)]
         if not first:
             return
-        names = names or Names.of(model)
         for value in first:
             _check(value, *ranks[value], Recorder(model.opset_imports[""], names))
         checked.update(first)
