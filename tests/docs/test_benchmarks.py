@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -35,6 +36,46 @@ def worker(monkeypatch: pytest.MonkeyPatch):
     yield worker
     for name in ("worker", "serving"):
         del sys.modules[name]
+
+
+@pytest.fixture
+def ablation(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("numba", reason="without compiled kernels there is little to leave out")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    loaded = {*sys.modules}
+    import ablation
+
+    yield ablation
+    for name in {*sys.modules} - loaded:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == BENCHMARKS:
+            del sys.modules[name]
+
+
+def test_every_special_kernel_can_be_left_out(ablation) -> None:
+    """What a switch replaces exists, and comes back."""
+    for name, (place, attribute, value) in ablation.CHOICES.items():
+        before = getattr(ablation.owner_of(place), attribute)
+        with ablation.all_switches()[name]():
+            assert getattr(ablation.owner_of(place), attribute) is value
+        assert getattr(ablation.owner_of(place), attribute) is before
+    kernels = [operator.compiled_kernel for operator in all_operators()]
+    for name, off in ablation.all_switches().items():
+        with off():
+            left = [operator.compiled_kernel for operator in all_operators()]
+            assert (left != kernels) == (name in {operator.name for operator in all_operators()})
+        assert [operator.compiled_kernel for operator in all_operators()] == kernels
+
+
+def test_the_time_without_a_kernel(ablation, capfd, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    options = ["--without", "fuse", "use_winograd", "SoftmaxCrossEntropyLossGrad", "--rounds", "1"]
+    assert ablation.main(["--only", "tiny", *options, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert [(row["switch"], row["nodes"]) for row in rows] == [("SoftmaxCrossEntropyLossGrad", 1)]
+    assert all(seconds > 0 for row in rows for pair in row["seconds"] for seconds in pair)
+    printed = capfd.readouterr().out
+    assert "tiny, without SoftmaxCrossEntropyLossGrad" in printed
+    assert "What no model uses: fuse, use_winograd" in printed
 
 
 def test_every_gradient_operator_of_these_families_is_timed(cases) -> None:
