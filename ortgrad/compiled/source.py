@@ -72,9 +72,8 @@ def source_of(kernel: CompiledKernel, dtypes: Sequence[str]) -> Source:
     phases = tuple(_function(function, element) for function in kernel.phases)
     bundles: dict[Bundle, str] = {}
     if kernel.elementwise:
-        lines = _elementwise_lines(
-            kernel, dtypes, waits=not (phases[0].functions or phases[0].values or "/" in phases[0].text)
-        )
+        waits = not (phases[0].functions or phases[0].values or "/" in phases[0].text)
+        lines = _elementwise_lines(kernel, dtypes, bundles, waits=waits)
     else:
         lines = _task_lines(kernel, [*dtypes, *[element] * len(kernel.scratch)], bundles)
     block = "def block(call, i):\n" + textwrap.indent("\n".join([*_RANGE, *lines]), "    ")
@@ -291,10 +290,13 @@ _RANGE = (
 _WHOLE_LINES = ("start = start & -64", "stop = tasks if i + 1 == blocks else stop & -64")
 
 
-def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str], *, waits: bool) -> list[str]:
-    """Return lines that compute the elements from start to stop; the last tensor is the result.
+def _elementwise_lines(
+    kernel: CompiledKernel, dtypes: Sequence[str], bundles: dict[Bundle, str], *, waits: bool
+) -> list[str]:
+    """Return lines that compute the elements from start to stop.
 
-    `waits` says that they take less time to compute than to load.
+    The bundles that they make are added to `bundles`, with their names. `waits` says that the elements take
+    less time to compute than to load.
     """
     lines = [*(("use_short_vectors()",) if waits else ()), *_WHOLE_LINES, "count = stop - start"]
     for i, dtype in enumerate(dtypes):
@@ -302,8 +304,19 @@ def _elementwise_lines(kernel: CompiledKernel, dtypes: Sequence[str], *, waits: 
         lines.append(f"t{i} = view_of_{dtype}({address}, (count,))")
     numbers = _numbers(kernel, _views_place(kernel))
     last = len(dtypes) - 1
-    arguments = ", ".join([*(f"t{i}[k]" for i in range(last)), *numbers])
-    return [*lines, *numbers.values(), "for k in range(count):", f"    t{last}[k] = phase0({arguments})"]
+    names = dict(zip(kernel.numbers, numbers, strict=True))
+    elements = [f"t{i}[k]" for i in range(last + bool(kernel.updated))]
+    arguments = ", ".join([*elements, *(_value_of(each, names, bundles) for each in kernel.arguments)])
+    results = ", ".join(f"t{i}[k]" for i in kernel.updated or (last,))
+    return [*lines, *numbers.values(), "for k in range(count):", f"    {results} = phase0({arguments})"]
+
+
+def _value_of(argument: Argument, names: dict[str, str], bundles: dict[Bundle, str]) -> str:
+    """Return the text of an argument, given the names of tensors and numbers in the block."""
+    if not isinstance(argument, Bundled):
+        return names[argument]
+    kind = bundles.setdefault(variables.bundle(argument.kind), f"Bundle{len(bundles)}")
+    return f"{kind}({', '.join(_value_of(each, names, bundles) for each in argument.fields)})"
 
 
 def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str], bundles: dict[Bundle, str]) -> list[str]:
@@ -321,15 +334,9 @@ def _task_lines(kernel: CompiledKernel, dtypes: Sequence[str], bundles: dict[Bun
     lines += numbers.values()
     names = {name: f"t{i}" for i, name in enumerate(kernel.names)}
     names.update(zip(kernel.numbers, numbers, strict=True))
-
-    def value_of(argument: Argument) -> str:
-        if not isinstance(argument, Bundled):
-            return names[argument]
-        kind = bundles.setdefault(variables.bundle(argument.kind), f"Bundle{len(bundles)}")
-        return f"{kind}({', '.join(map(value_of, argument.fields))})"
-
     for i, function in enumerate(kernel.phases):
-        arguments = ", ".join(["task", *map(value_of, kernel.parameters(function))])
+        given = [_value_of(each, names, bundles) for each in kernel.parameters(function)]
+        arguments = ", ".join(["task", *given])
         call = f"phase{i}({arguments})"
         if may_fail(function):
             call = f"if {call}: store(call + {8 * layout.CALL_FAILED}, 1)"

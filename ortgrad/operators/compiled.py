@@ -154,6 +154,9 @@ class CompiledKernel:
     # The names of inputs, outputs and scratch tensors. With them, all functions get what they take by name;
     # without them, all take the same parameters.
     tensor_names: tuple[str, ...] = ()
+    # The places of the tensors that an element-wise kernel updates: it takes an element of every tensor, and
+    # returns the new elements of these. Without them, its last tensor is the result.
+    updated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         found = len(self.tensor_names) + 1 if self.tensor_names else len(_parameters(self.function))
@@ -183,7 +186,7 @@ class CompiledKernel:
             found = [each for phase in self.phases for each in _names(_parameters(phase)[1:])]
             found = [(name, annotation) for name, annotation in found if name not in self.tensor_names]
         else:
-            found = _parameters(self.function)[self._count_of_arguments() :]
+            found = _names(_parameters(self.function)[self._count_of_arguments() :])
         return {name: _KINDS.get(annotation, "array") for name, annotation in found}
 
     @property
@@ -204,9 +207,16 @@ class CompiledKernel:
             return [_argument(*parameter) for parameter in _parameters(function)[1:]]
         return [*self.names, *self.numbers]
 
+    @property
+    def arguments(self) -> list[Argument]:
+        """What an element-wise kernel takes after the elements of tensors: numbers, or bundles of them."""
+        return [_argument(*each) for each in _parameters(self.function)[self._count_of_arguments() :]]
+
     def _count_of_arguments(self) -> int:
         """Return the number of parameters before the numbers."""
-        return self.tensors - 1 if self.elementwise else self.tensors + len(self.scratch) + 1
+        if self.elementwise:
+            return self.tensors if self.updated else self.tensors - 1
+        return self.tensors + len(self.scratch) + 1
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:

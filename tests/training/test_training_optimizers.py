@@ -22,9 +22,10 @@ from ortgrad.compiled import machine_code
 from ortgrad.errors import TrainingModelError
 from ortgrad.training.buffers import Arena
 from ortgrad.training.optimizers import kernels, passes
-from ortgrad.training.optimizers.passes import CHUNK, Pass
+from ortgrad.training.optimizers.passes import CHUNK, Pass, Sums, Update
 from ortgrad.training.state import Group
 
+ALL: dict[str, Update | Sums]
 ALL = {name: value for name, value in vars(kernels).items() if isinstance(value, Pass)}
 WAYS = [pytest.param(True, id="compiled"), pytest.param(False, id="numpy")]
 TYPES = [np.float32, np.float64]
@@ -46,7 +47,7 @@ def arrays_of(kernel: Pass, size: int, dtype: Any, seed: int = 0) -> list[np.nda
     elif len(made) in (3, 5):
         # The mean of the squares, which is not less than the square of the mean.
         made[2] = abs(made[2]) + (0 if len(made) == 3 else 40)
-    return made + [np.zeros(-(-size // CHUNK)) for _ in range(kernel.partial)]
+    return made + [np.zeros(-(-size // CHUNK)) for _ in range(kernel.kernel.tensors - kernel.arrays)]
 
 
 def by_formula(name: str, arrays: list[np.ndarray], n: dict[str, float]) -> list[np.ndarray]:
@@ -131,7 +132,7 @@ def test_no_elements(name: str, compiled: bool) -> None:
 def test_nothing_outside_of_the_arrays_is_written(name: str, compiled: bool) -> None:
     kernel, size = ALL[name], CHUNK + 9
     whole = arrays_of(kernel, size + 200, np.float32)
-    if kernel.partial:
+    if isinstance(kernel, Sums):
         whole[-1] = np.zeros(2 + 200)
     before = [array.copy() for array in whole]
     inner = [array[100:-100] for array in whole]
@@ -143,7 +144,7 @@ def test_nothing_outside_of_the_arrays_is_written(name: str, compiled: bool) -> 
 
 @pytest.mark.parametrize("name", ALL)
 def test_compiled_code_stays_within_bounds(name: str) -> None:
-    """With checked indices, on all chunks."""
+    """With checked indices, on all chunks; and formulas, which have no indices, on single elements."""
     pytest.importorskip("numba")
     from ortgrad.compiled.compiler import compile_function
     from ortgrad.compiled.source import source_of
@@ -154,8 +155,16 @@ def test_compiled_code_stays_within_bounds(name: str) -> None:
     for size in (1, CHUNK, CHUNK + 1):
         arrays, numbers = arrays_of(kernel, size, np.float32), numbers_of(kernel)
         expected = by_formula(name, arrays, numbers)
-        for chunk in range(-(-size // CHUNK)):
-            function(chunk, *arrays, *(np.float32(numbers[key]) for key in kernel.kernel.numbers))
+        values = [np.float32(numbers[key]) for key in kernel.kernel.numbers]
+        if isinstance(kernel, Sums):
+            for chunk in range(-(-size // CHUNK)):
+                function(chunk, *arrays)
+        else:
+            bundles = [each.kind(*values) for each in kernel.kernel.arguments if not isinstance(each, str)]
+            for k in range(size):
+                found = function(*(array[k] for array in arrays), *(bundles or values))
+                for i, each in zip(kernel.updated, np.atleast_1d(found), strict=True):
+                    arrays[i][k] = each
         for actual, wanted in zip(arrays, expected, strict=True):
             np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""The optimizers of the short way, each as torch.optim has it."""
+"""The optimizers of `Trainer`, each as torch.optim has it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +31,9 @@ class Step:
 class Optimizer(ABC):
     """An optimizer and its settings; the state is in arrays outside of it."""
 
+    # The settings that must be less than 1.
+    fractions: ClassVar[Sequence[str]] = ()
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -37,11 +41,14 @@ class Optimizer(ABC):
                 raise ArgumentTypeError(f"{field.name} is {value!r}; it must be a number")
             if not isinstance(value, bool) and not (math.isfinite(value) and value >= 0):
                 raise TrainingError(f"{field.name} is {value}; it must be a number that is not negative")
+        for name in self.fractions:
+            if not getattr(self, name) < 1:
+                raise TrainingError(f"{name} is {getattr(self, name)}; it must be less than 1")
 
     @property
-    @abstractmethod
     def momentums(self) -> Sequence[str]:
         """The names of the arrays of state that each parameter has."""
+        return tuple(f"momentum{i}" for i in range(self.passes()[0].arrays - 2))
 
     @property
     def initial(self) -> float:
@@ -50,16 +57,11 @@ class Optimizer(ABC):
 
     @abstractmethod
     def passes(self) -> Sequence[Pass]:
-        """Return the kernels that the optimizer uses."""
+        """Return the passes over parameters, gradients and state; the first takes all of these arrays."""
 
     @abstractmethod
     def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
         """Update a block of parameters in place; `arrays` are these, their gradients and their state."""
-
-
-def _below_one(name: str, value: float) -> None:
-    if not value < 1:
-        raise TrainingError(f"{name} is {value}; it must be less than 1")
 
 
 def update_adamw(
@@ -96,28 +98,14 @@ def update_adamw(
 
 @checked
 @dataclass(frozen=True)
-class AdamW(Optimizer):
-    """Adam with decoupled weight decay, as torch.optim.AdamW.
-
-    >>> from ortgrad.training import AdamW
-    >>> AdamW(learning_rate=3e-4)
-    AdamW(learning_rate=0.0003, beta1=0.9, beta2=0.999, epsilon=1e-08, weight_decay=0.01)
-    """
-
+class _Adam(Optimizer):
     learning_rate: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-    weight_decay: float = 1e-2
+    weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _below_one("beta1", self.beta1)
-        _below_one("beta2", self.beta2)
-
-    @property
-    def momentums(self) -> Sequence[str]:
-        return ("momentum0", "momentum1")
+    fractions: ClassVar[Sequence[str]] = ("beta1", "beta2")
 
     def passes(self) -> Sequence[Pass]:
         return (kernels.adamw,)
@@ -128,28 +116,26 @@ class AdamW(Optimizer):
 
 @checked
 @dataclass(frozen=True)
-class Adam(Optimizer):
+class AdamW(_Adam):
+    """Adam with decoupled weight decay, as torch.optim.AdamW.
+
+    >>> from ortgrad.training import AdamW
+    >>> AdamW(learning_rate=3e-4)
+    AdamW(learning_rate=0.0003, beta1=0.9, beta2=0.999, epsilon=1e-08, weight_decay=0.01)
+    """
+
+    weight_decay: float = 1e-2
+
+
+@checked
+@dataclass(frozen=True)
+class Adam(_Adam):
     """Adam, as torch.optim.Adam: weight decay is added to the gradients.
 
     >>> from ortgrad.training import Adam
     >>> Adam(learning_rate=3e-4)
     Adam(learning_rate=0.0003, beta1=0.9, beta2=0.999, epsilon=1e-08, weight_decay=0.0)
     """
-
-    learning_rate: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _below_one("beta1", self.beta1)
-        _below_one("beta2", self.beta2)
-
-    @property
-    def momentums(self) -> Sequence[str]:
-        return ("momentum0", "momentum1")
 
     def passes(self) -> Sequence[Pass]:
         return (kernels.adamw, kernels.add_decay)
@@ -158,8 +144,7 @@ class Adam(Optimizer):
         parameters, gradients, *_ = arrays
         if step.weight_decay:
             kernels.add_decay(parameters, gradients, threads=step.threads, decay=step.weight_decay)
-        step = replace(step, weight_decay=0.0)
-        update_adamw(arrays, step, beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
+        super().update(arrays, replace(step, weight_decay=0.0))
 
 
 @checked
@@ -178,35 +163,27 @@ class SGD(Optimizer):
     nesterov: bool = False
     weight_decay: float = 0.0
 
+    fractions: ClassVar[Sequence[str]] = ("momentum",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        _below_one("momentum", self.momentum)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise TrainingError("nesterov=True needs a momentum, and no dampening")
-
-    @property
-    def momentums(self) -> Sequence[str]:
-        return ("momentum0",) if self.momentum else ()
 
     def passes(self) -> Sequence[Pass]:
         return (kernels.momentum_sgd,) if self.momentum else (kernels.decayed_sgd,)
 
     def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
-        rate, decay = step.learning_rate, step.weight_decay
-        if not self.momentum:
-            kernels.decayed_sgd(*arrays, threads=step.threads, rate=rate, decay=decay)
-            return
-        kernels.momentum_sgd(
-            *arrays,
-            threads=step.threads,
-            rate=rate,
-            decay=decay,
-            momentum=self.momentum,
-            # The first momentum is the gradient itself.
-            rest=1.0 if step.number == 1 else 1 - self.dampening,
-            direct=1.0 if self.nesterov else 0.0,
-            through=self.momentum if self.nesterov else 1.0,
-        )
+        numbers: dict[str, Any] = {"rate": step.learning_rate, "decay": step.weight_decay}
+        if self.momentum:
+            numbers |= {
+                "momentum": self.momentum,
+                # The first momentum is the gradient itself.
+                "rest": 1.0 if step.number == 1 else 1 - self.dampening,
+                "direct": 1.0 if self.nesterov else 0.0,
+                "through": self.momentum if self.nesterov else 1.0,
+            }
+        self.passes()[0](*arrays, threads=step.threads, **numbers)
 
 
 @checked
@@ -226,47 +203,21 @@ class RMSprop(Optimizer):
     centered: bool = False
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _below_one("alpha", self.alpha)
-        _below_one("momentum", self.momentum)
+    fractions: ClassVar[Sequence[str]] = ("alpha", "momentum")
 
     @property
-    def momentums(self) -> Sequence[str]:
-        more = ("momentum1", "momentum2") if self._needs_more else ()
-        return ("momentum0", *more)
-
-    @property
-    def _needs_more(self) -> bool:
-        return self.centered or self.momentum > 0
+    def _is_simple(self) -> bool:
+        return not self.centered and self.momentum == 0
 
     def passes(self) -> Sequence[Pass]:
-        return (kernels.centered_rmsprop,) if self._needs_more else (kernels.rmsprop,)
+        return (kernels.rmsprop,) if self._is_simple else (kernels.centered_rmsprop,)
 
     def update(self, arrays: Sequence[np.ndarray], step: Step) -> None:
-        rate, decay, rest = step.learning_rate, step.weight_decay, 1 - self.alpha
-        if not self._needs_more:
-            kernels.rmsprop(
-                *arrays,
-                threads=step.threads,
-                rate=rate,
-                decay=decay,
-                alpha=self.alpha,
-                rest=rest,
-                epsilon=self.epsilon,
-            )
-            return
-        kernels.centered_rmsprop(
-            *arrays,
-            threads=step.threads,
-            rate=rate,
-            decay=decay,
-            alpha=self.alpha,
-            rest=rest,
-            epsilon=self.epsilon,
-            momentum=self.momentum,
-            centered=float(self.centered),
-        )
+        numbers: dict[str, Any] = {"rate": step.learning_rate, "decay": step.weight_decay}
+        numbers |= {"alpha": self.alpha, "rest": 1 - self.alpha, "epsilon": self.epsilon}
+        if not self._is_simple:
+            numbers |= {"momentum": self.momentum, "centered": float(self.centered)}
+        self.passes()[0](*arrays, threads=step.threads, **numbers)
 
 
 @checked
@@ -284,10 +235,6 @@ class Adagrad(Optimizer):
     epsilon: float = 1e-10
     initial_accumulator_value: float = 0.0
     weight_decay: float = 0.0
-
-    @property
-    def momentums(self) -> Sequence[str]:
-        return ("momentum0",)
 
     @property
     def initial(self) -> float:
