@@ -1,4 +1,4 @@
-"""A progress bar in plain text."""
+"""A progress bar in plain text: too little code to depend on a package such as tqdm for it."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A flatbuffer consists of tables that refer to other tables, strings and vectors by offsets. Any of them may be
 wrong in a damaged or hostile file, so every access is checked against the size of the file, and all accesses
 together against a multiple of it: many references to one place must not make a small file expensive.
+The package `flatbuffers` has no verifier: on such files its classes raise errors of struct and NumPy, or
+return wrong values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Writes a flatbuffer without holding the tensors a second time: tables first, then the tensors' bytes.
 
-References point forward only, so a parent is placed before its children.
+References point forward only, so a parent is placed before its children. The builder of the package
+`flatbuffers` would need memory for five times the size of the tensors.
 """
 
 from __future__ import annotations

@@ -12,8 +12,12 @@ as tensors named `optimizer.<group>.<parameter>.<momentum>`. The metadata, strin
     ortgrad.checksum    "sha256"
     ortgrad.sha256      the SHA-256 of the whole file, computed with 64 zeros in this place
 
-A file without them is a set of trainable parameters. The last two are written and checked together: damage to
-the name of one is noticed by the other.
+A file without them is a set of trainable parameters. The last two are written and checked together, so that
+damage to the name of one is noticed by the other.
+
+The package `safetensors` (0.8) is not used. It writes wrong values for arrays that are not contiguous, does
+not keep the order of the tensors, accepts a name that occurs twice, does not say which system error occurred,
+and maps files by default, so that the process ends if another one truncates the file.
 """
 
 from __future__ import annotations
