@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,10 @@ from ortgrad.errors import (
 from ortgrad.graph.loading import ModelLike
 from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
-from ortgrad.training.protos import exists
+from ortgrad.training import checkpoint
+from ortgrad.training.protos import exists, open_to_losses, opset_of
 from ortgrad.training.statistics import separate_statistics, warn_of_merged
 from ortgrad.training.weights import Weights, load_weights, save_model
-
-# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
-_OLDEST_OPSET = 13
 
 __all__ = ["LossType", "OptimType", "generate_artifacts"]
 
@@ -100,58 +98,30 @@ def generate_artifacts(
         raise TrainingError(
             "ort_format=True: the stock onnxruntime cannot write training models in ORT format"
         )
-    trained, frozen = _names(requires_grad), _names(frozen_params)
-    both = sorted(set(trained) & set(frozen))
-    if both:
-        raise TrainingError(
-            f"{', '.join(both)}: a parameter is in requires_grad or in frozen_params, not both"
-        )
+    trained, frozen = _parameter_names(requires_grad, frozen_params)
     loss_block, optimizer_block = _loss_block(loss), _optimizer_block(optimizer)
     if optimizer_block is not None and not trained:
         raise NoParametersError("an optimizer needs parameters; name them in requires_grad")
     folder = Path(os.fsdecode(artifact_directory) if artifact_directory is not None else Path.cwd())
     _refuse_overwriting(model, folder, prefix)
-    try:
-        weights = load_weights(model, {*trained, *frozen})
-    except ModelError as error:
-        raise TrainingModelError(str(error)) from error
-    weights.model, added = separate_statistics(weights.model, {*trained, *frozen})
-    weights.values.update({own: weights.values[n] for own, n in added.items() if n in weights.values})
-    warn_of_merged(weights.model, trained)
+    weights, statistics = _load(model, trained, frozen)
     block = _Artifacts(loss_block, _extra_outputs(additional_output_names))
-    for names, value in ((trained, True), ([*frozen, *added], False)):
-        for name in names:
-            block.requires_grad(name, value)
-    if (_opset(weights.model) or 1) < _OLDEST_OPSET:
-        weights.model = _converted(weights.model)
-    outputs = [value.name for value in weights.model.graph.output]
-    if loss_input_names:
-        outputs = list(loss_input_names)
-        if isinstance(loss, LossType) and not exists(weights.model, outputs[0]):
-            near = nearest(outputs[0], (n for node in weights.model.graph.node for n in node.output))
-            raise NameNotFoundError(f"loss_input_names={outputs[0]!r} is not a value of the model{near}")
-    elif isinstance(loss, LossType):
-        # The second input of these losses is the target.
-        outputs = outputs[:1]
-    library = (
-        contextlib.nullcontext()
-        if custom_op_library is None
-        else onnxblock.custom_op_library(os.fsdecode(custom_op_library))
-    )
-    with onnxblock.base(weights.model), library:
-        block(*outputs)
-    training_model, eval_model = block.to_model_proto()
-    optimizer_model = None
+    for name in trained:
+        block.requires_grad(name)
+    for name in (*frozen, *statistics):
+        block.requires_grad(name, False)
+    names = _loss_inputs(weights.model, loss, loss_input_names)
+    with onnxblock.base(weights.model), _library(custom_op_library):
+        block(*names)
+    models = dict(zip(("training_model", "eval_model"), block.to_model_proto(), strict=True))
     if optimizer_block is not None:
-        with onnxblock.empty_base(_opset(weights.model)):
+        with onnxblock.empty_base(opset_of(weights.model)):
             optimizer_block(block.parameters())
-            optimizer_model = optimizer_block.to_model_proto()  # type: ignore[attr-defined]
+            models["optimizer_model"] = optimizer_block.to_model_proto()  # type: ignore[attr-defined]
     folder.mkdir(parents=True, exist_ok=True)
-    _save(weights, block, folder, prefix, nominal_checkpoint)
-    save_model(training_model, folder / f"{prefix}training_model.onnx")
-    save_model(eval_model, folder / f"{prefix}eval_model.onnx")
-    if optimizer_model is not None:
-        save_model(optimizer_model, folder / f"{prefix}optimizer_model.onnx")
+    _save_parameters(weights, block, folder, prefix, nominal_checkpoint)
+    for kind, proto in models.items():
+        save_model(proto, folder / f"{prefix}{kind}.onnx")
 
 
 class _Artifacts(onnxblock.TrainingBlock):
@@ -207,8 +177,15 @@ def _optimizer_block(optimizer: OptimType | onnxblock.Block | None) -> onnxblock
     return optimizer
 
 
-def _names(names: str | Sequence[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or ())
+def _parameter_names(*given: str | Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return the names of the trained and of the frozen parameters."""
+    trained, frozen = ([names] if isinstance(names, str) else list(names or ()) for names in given)
+    both = sorted(set(trained) & set(frozen))
+    if both:
+        raise TrainingError(
+            f"{', '.join(both)}: a parameter is in requires_grad or in frozen_params, not both"
+        )
+    return trained, frozen
 
 
 def _extra_outputs(names: Any) -> list[str]:
@@ -219,24 +196,40 @@ def _extra_outputs(names: Any) -> list[str]:
     return list(names or ())
 
 
-def _opset(model: onnx.ModelProto) -> int | None:
-    return next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), None)
-
-
-def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model in the opset in which gradients are built."""
-    from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
-    from ortgrad.passes.opset import at_minimum_opset
-
+def _load(model: ModelLike, trained: list[str], frozen: list[str]) -> tuple[Weights, Collection[str]]:
+    """Return the model, with copies of the statistics that it shares with parameters, and their names."""
     try:
-        return write(at_minimum_opset(read(model)), model)
+        weights = load_weights(model, {*trained, *frozen})
     except ModelError as error:
         raise TrainingModelError(str(error)) from error
+    weights.model, added = separate_statistics(weights.model, {*trained, *frozen})
+    weights.values.update({own: weights.values[n] for own, n in added.items() if n in weights.values})
+    warn_of_merged(weights.model, trained)
+    weights.model = open_to_losses(weights.model)
+    return weights, added
 
 
-def _save(weights: Weights, block: onnxblock.TrainingBlock, folder: Path, prefix: str, nominal: bool) -> None:
-    from ortgrad.training import checkpoint
+def _loss_inputs(
+    model: onnx.ModelProto, loss: LossType | onnxblock.Block | None, given: Sequence[str] | None
+) -> list[str]:
+    """Return the names with which the loss is called: those that are given, else outputs of the model."""
+    if given:
+        if isinstance(loss, LossType) and not exists(model, given[0]):
+            near = nearest(given[0], (name for node in model.graph.node for name in node.output))
+            raise NameNotFoundError(f"loss_input_names={given[0]!r} is not a value of the model{near}")
+        return list(given)
+    outputs = [value.name for value in model.graph.output]
+    # The second input of a loss known by name is the target.
+    return outputs[:1] if isinstance(loss, LossType) else outputs
 
+
+def _library(path: str | bytes | os.PathLike[Any] | None) -> AbstractContextManager[object]:
+    return nullcontext() if path is None else onnxblock.custom_op_library(os.fsdecode(path))
+
+
+def _save_parameters(
+    weights: Weights, block: onnxblock.TrainingBlock, folder: Path, prefix: str, nominal: bool
+) -> None:
     trainable, frozen = ({t.name: weights.array(t) for t in tensors} for tensors in block.parameters())
     state = checkpoint.Checkpoint(trainable=trainable, frozen=frozen)
     checkpoint.save(state, folder / f"{prefix}checkpoint")

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortgrad.errors import ArgumentTypeError, ModelError, OrtgradError, TrainingError, TrainingModelError
+from ortgrad.errors import ArgumentTypeError, OrtgradError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import copy_of
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ortgrad.graph.recorder import Recorder
 
 LOSSES = ("cross-entropy", "mse", "l1", "huber", "bce")
-# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
-_OLDEST_OPSET = 13
 Loss = str | Callable[..., Any] | CustomLoss
 # The element type and the shape of an input; None is a shape of any rank.
 Declaration = tuple[Any, Sequence[int | str | None] | None]
@@ -105,9 +103,7 @@ def with_loss(
         )
     options = {key: value for key, value in given.items() if value is not None}
     check_options(loss, options)
-    proto = copy_of(open_linear_models(model))
-    if _opset(proto) < _OLDEST_OPSET:
-        proto = _converted(proto)
+    proto = protos.open_to_losses(copy_of(open_linear_models(model)))
     if protos.exists(proto, name):
         raise TrainingModelError(f"the model has a value {name!r} already: give the loss another name")
     source, axis = output_of(proto, output), options.pop("axis", None)
@@ -124,7 +120,8 @@ def with_loss(
         names = [source] if target is None else [source, target]
         return _with_nodes(proto, lambda made: loss.add_to_model(made, *names), name), source, None
     assert callable(loss)
-    return _recorded(_converted(proto), loss, source, target, name, options.get("types", {})), source, None
+    proto = protos.converted(proto)
+    return _recorded(proto, loss, source, target, name, options.get("types", {})), source, None
 
 
 def target_name(loss: str) -> str:
@@ -374,18 +371,3 @@ def _new_input(ir: Any, model: ir.Model, name: str, declared: Declaration | None
         value = ir.Value(name=name, type=ir.TensorType(kind), shape=shape)
     model.graph.inputs.append(value)
     return value
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
-
-
-def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model in an opset in which gradients can be built."""
-    from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
-    from ortgrad.passes.opset import at_minimum_opset
-
-    try:
-        return write(at_minimum_opset(read(model)), model)
-    except ModelError as error:
-        raise TrainingModelError(str(error)) from error

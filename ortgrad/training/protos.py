@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
-from ortgrad.errors import NameNotFoundError
+from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
 from ortgrad.graph.protos import all_graphs, copy_of
 from ortgrad.operators.schema import with_schemas
 
 # Initializers with more elements hold weights, not sizes or axes that shape inference needs.
 _LARGEST_CONSTANT = 1024
+# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
+_OLDEST_OPSET = 13
 
 
 def generate_graph_name(model: onnx.ModelProto, token: str) -> str:
@@ -138,6 +140,27 @@ def element_type(model: onnx.ModelProto, name: str) -> int:
         return TensorProto.FLOAT
 
 
+def opset_of(model: onnx.ModelProto) -> int:
+    """Return the version of the standard operators that the model uses."""
+    return next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
+
+
+def open_to_losses(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model, converted if its opset is too old for the nodes of losses."""
+    return converted(model) if opset_of(model) < _OLDEST_OPSET else model
+
+
+def converted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in an opset in which gradients can be built."""
+    from ortgrad.graph.serialization import read, write  # onnx-ir is slow to import
+    from ortgrad.passes.opset import at_minimum_opset
+
+    try:
+        return write(at_minimum_opset(read(model)), model)
+    except ModelError as error:
+        raise TrainingModelError(str(error)) from error
+
+
 def check(model: onnx.ModelProto) -> None:
     """Raise the error of onnx's checker if the model is invalid."""
     light = without_weights(model)
@@ -190,21 +213,9 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     large = {tensor.name: tensor for tensor in model.graph.initializer if _is_large(tensor)}
     if not large or model.ir_version < 4:
         return copy_of(model)
-    light = onnx.ModelProto()
-    for descriptor, value in model.ListFields():
-        if descriptor.name == "graph":
-            continue
-        if descriptor.is_repeated:
-            getattr(light, descriptor.name).extend(value)
-        else:
-            setattr(light, descriptor.name, value)
-    for descriptor, value in model.graph.ListFields():
-        if descriptor.name == "initializer":
-            light.graph.initializer.extend(tensor for tensor in value if tensor.name not in large)
-        elif descriptor.is_repeated:
-            getattr(light.graph, descriptor.name).extend(value)
-        else:
-            setattr(light.graph, descriptor.name, value)
+    light: onnx.ModelProto = copy_without(model, {"graph"})
+    light.graph.CopyFrom(copy_without(model.graph, {"initializer"}))
+    light.graph.initializer.extend(t for t in model.graph.initializer if t.name not in large)
     given = {value.name for value in light.graph.input}
     light.graph.input.extend(
         onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
@@ -212,6 +223,21 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.name not in given
     )
     return light
+
+
+def copy_without(message: Any, fields: Collection[str]) -> Any:
+    """Return a copy of a protobuf message without some of its fields."""
+    copy = type(message)()
+    for descriptor, value in message.ListFields():
+        if descriptor.name in fields:
+            continue
+        if isinstance(value, (str, bytes, int, float)):
+            setattr(copy, descriptor.name, value)
+        elif hasattr(value, "extend"):
+            getattr(copy, descriptor.name).extend(value)
+        else:
+            getattr(copy, descriptor.name).CopyFrom(value)
+    return copy
 
 
 def _is_large(tensor: onnx.TensorProto) -> bool:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,6 +17,7 @@ from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.protos import all_graphs
 from ortgrad.training.checkpoint.state import as_bytes
 from ortgrad.training.files import replacing
+from ortgrad.training.protos import copy_without
 
 # Models with more bytes of weights are processed without the values of their parameters.
 LARGE = 1 << 30
@@ -114,21 +114,6 @@ def _without_values(model: onnx.ModelProto, names: Collection[str]) -> onnx.Mode
         stub.data_location = TensorProto.EXTERNAL
         stub.external_data.add(key="location", value="weights")
     return light
-
-
-def copy_without(message: Any, fields: Collection[str]) -> Any:
-    """Return a copy of a protobuf message without some of its fields."""
-    copy = type(message)()
-    for descriptor, value in message.ListFields():
-        if descriptor.name in fields:
-            continue
-        if isinstance(value, (str, bytes, int, float)):
-            setattr(copy, descriptor.name, value)
-        elif hasattr(value, "extend"):
-            getattr(copy, descriptor.name).extend(value)
-        else:
-            getattr(copy, descriptor.name).CopyFrom(value)
-    return copy
 
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:

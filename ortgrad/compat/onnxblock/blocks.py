@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -81,62 +82,72 @@ class Block(CustomLoss):
         with base(model) as accessor:
             found = self(*names)
         model.CopyFrom(accessor.model)
-        return found if isinstance(found, str) else found[0]
+        return first_of(found)
 
     def infer_shapes_on_base(self) -> onnx.ModelProto:
         """Return a copy of the model with inferred types and shapes."""
         return protos.with_inferred(current().model)
 
 
+def first_of(names: str | Sequence[str]) -> str:
+    """Return the first of the names that a block's build method has returned."""
+    return names if isinstance(names, str) else names[0]
+
+
 class _Operator(Block):
-    """One node of a standard operator on given inputs."""
+    """One node of a standard operator."""
 
-    def __init__(self, op_name: str, **attributes: Any) -> None:
+    _op_type: str
+
+    def __init__(self) -> None:
         super().__init__()
-        self._op_name = op_name
-        self._attributes = attributes
 
-    def build(self, *input_names: str) -> str:
-        output = generate_graph_name(self.base, f"{self._op_name.lower()}_output")
-        return add_node(self.base, self._op_name, list(input_names), [output], **self._attributes)
+    def _add(self, *input_names: str, **attributes: Any) -> str:
+        name: str = getattr(Nodes(self.base), self._op_type)(*input_names, **attributes)
+        return name
 
 
 class _BinaryOp(_Operator):
-    def build(self, input_name1: str, input_name2: str) -> str:  # type: ignore[override]
-        return super().build(input_name1, input_name2)
+    def build(self, input_name1: str, input_name2: str) -> str:
+        return self._add(input_name1, input_name2)
 
 
 class _UnaryOp(_Operator):
-    def build(self, input_name: str) -> str:  # type: ignore[override]
-        return super().build(input_name)
+    def build(self, input_name: str) -> str:
+        return self._add(input_name)
+
+
+class _Reduction(_Operator):
+    def __init__(self, keepdims: bool = True) -> None:
+        super().__init__()
+        self._keepdims = keepdims
+
+    def build(self, input_name: str) -> str:
+        return self._add(input_name, keepdims=int(self._keepdims))
 
 
 class Add(_BinaryOp):
     """The sum of two values."""
 
-    def __init__(self) -> None:
-        super().__init__("Add")
+    _op_type = "Add"
 
 
 class Sub(_BinaryOp):
     """The difference of two values."""
 
-    def __init__(self) -> None:
-        super().__init__("Sub")
+    _op_type = "Sub"
 
 
 class Mul(_BinaryOp):
     """The product of two values."""
 
-    def __init__(self) -> None:
-        super().__init__("Mul")
+    _op_type = "Mul"
 
 
 class Div(_BinaryOp):
     """The quotient of two values."""
 
-    def __init__(self) -> None:
-        super().__init__("Div")
+    _op_type = "Div"
 
 
 class Pow(Block):
@@ -147,52 +158,44 @@ class Pow(Block):
         self._exponent = exponent
 
     def build(self, pow_input_name: str) -> str:
-        exponent = Nodes(self.base).number("pow_exponent", self._exponent)
-        return add_node(
-            self.base, "Pow", [pow_input_name, exponent], [generate_graph_name(self.base, "pow_output")]
-        )
+        op = Nodes(self.base)
+        return op.Pow(pow_input_name, op.number("pow_exponent", self._exponent))
 
 
-class ReduceMean(_UnaryOp):
+class ReduceMean(_Reduction):
     """The mean of all elements."""
 
-    def __init__(self, keepdims: bool = True) -> None:
-        super().__init__("ReduceMean", keepdims=int(keepdims))
+    _op_type = "ReduceMean"
 
 
-class ReduceSum(_UnaryOp):
+class ReduceSum(_Reduction):
     """The sum of all elements."""
 
-    def __init__(self, keepdims: bool = True) -> None:
-        super().__init__("ReduceSum", keepdims=int(keepdims))
+    _op_type = "ReduceSum"
 
 
 class Sigmoid(_UnaryOp):
     """1 / (1 + exp(-x))"""
 
-    def __init__(self) -> None:
-        super().__init__("Sigmoid")
+    _op_type = "Sigmoid"
 
 
 class Log(_UnaryOp):
     """The natural logarithm."""
 
-    def __init__(self) -> None:
-        super().__init__("Log")
+    _op_type = "Log"
 
 
 class Neg(_UnaryOp):
     """The value with the opposite sign."""
 
-    def __init__(self) -> None:
-        super().__init__("Neg")
+    _op_type = "Neg"
 
 
 class Abs(_UnaryOp):
     """The absolute value."""
 
-    def __init__(self) -> None:
-        super().__init__("Abs")
+    _op_type = "Abs"
 
 
 class Constant(Block):
@@ -210,18 +213,16 @@ class SequenceConstruct(Block):
     """A sequence of values."""
 
     def build(self, *sequence_input_names: str) -> str:
-        output = generate_graph_name(self.base, "sequenceconstruct_output")
-        return add_node(self.base, "SequenceConstruct", list(sequence_input_names), [output])
+        return Nodes(self.base).SequenceConstruct(*sequence_input_names)
 
 
 class ReduceAllL2(Block):
     """The square root of the sum of the squares of all elements of several values (com.microsoft)."""
 
     def build(self, *reduce_node_input_names: str) -> str:
-        output = generate_graph_name(self.base, "reducealll2_output")
-        inputs = list(reduce_node_input_names)
+        inputs = reduce_node_input_names
         kind = protos.element_type(self.base, inputs[0]) if inputs else TensorProto.FLOAT
-        add_node(self.base, "ReduceAllL2", inputs, [output], domain=DOMAIN)
+        output = Nodes(self.base).ReduceAllL2(*inputs, domain=DOMAIN)
         self.base.graph.value_info.append(onnx.helper.make_tensor_value_info(output, kind, [1]))
         return output
 
@@ -235,14 +236,13 @@ class Clip(Block):
         self._max = clip_max
 
     def build(self, clip_input_name: str) -> str:
-        kind = protos.element_type(self.base, clip_input_name)
+        op, kind = Nodes(self.base), protos.element_type(self.base, clip_input_name)
         bounds = [
             # ONNX defines bounds as scalars.
-            "" if bound is None else Nodes(self.base).number(name, bound, kind, [])
+            "" if bound is None else op.number(name, bound, kind, [])
             for name, bound in (("clip_min", self._min), ("clip_max", self._max))
         ]
-        output = generate_graph_name(self.base, "clip_output")
-        return add_node(self.base, "Clip", [clip_input_name, *bounds], [output])
+        return op.Clip(clip_input_name, *bounds)
 
 
 class PassThrough(Block):
@@ -265,39 +265,27 @@ class InputLike(Block):
         return name
 
 
+@checked
+@dataclass(eq=False)
 class LabelEncoder(Block):
     """A mapping of keys to values (ai.onnx.ml)."""
 
-    def __init__(
-        self,
-        default_float: float = 0.0,
-        default_int64: int = -1,
-        default_string: str = "_Unused",
-        keys_floats: Sequence[float] | None = None,
-        keys_int64s: Sequence[int] | None = None,
-        keys_strings: Sequence[str] | None = None,
-        values_floats: Sequence[float] | None = None,
-        values_int64s: Sequence[int] | None = None,
-        values_strings: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__()
-        attributes = {
-            "default_float": default_float,
-            "default_int64": default_int64,
-            "default_string": default_string,
-            "keys_floats": keys_floats,
-            "keys_int64s": keys_int64s,
-            "keys_strings": keys_strings,
-            "values_floats": values_floats,
-            "values_int64s": values_int64s,
-            "values_strings": values_strings,
-        }
-        self._attributes: dict[str, Any] = {k: v for k, v in attributes.items() if v is not None}
+    default_float: float = 0.0
+    default_int64: int = -1
+    default_string: str = "_Unused"
+    keys_floats: Sequence[float] | None = None
+    keys_int64s: Sequence[int] | None = None
+    keys_strings: Sequence[str] | None = None
+    values_floats: Sequence[float] | None = None
+    values_int64s: Sequence[int] | None = None
+    values_strings: Sequence[str] | None = None
 
     def build(self, label_encoder_input_name: str) -> str:
         output = generate_graph_name(self.base, "label_encoder.output")
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        attributes = {name: value for name, value in given.items() if value is not None}
         inputs = [label_encoder_input_name]
-        return add_node(self.base, "LabelEncoder", inputs, [output], domain="ai.onnx.ml", **self._attributes)
+        return add_node(self.base, "LabelEncoder", inputs, [output], domain="ai.onnx.ml", **attributes)
 
 
 class Cast(Block):

@@ -8,14 +8,15 @@ from typing import Any
 import onnx
 
 from ortgrad.compat.layout import build_models
-from ortgrad.compat.onnxblock import blocks, graph
+from ortgrad.compat.onnxblock.blocks import Block, first_of
 from ortgrad.compat.onnxblock.model_accessor import building
 from ortgrad.compat.versions import limit_versions
-from ortgrad.errors import TrainingError
+from ortgrad.errors import NameNotFoundError, TrainingError
+from ortgrad.graph.matching import nearest
 from ortgrad.training.parameters import take_parameters
 
 
-class ForwardBlock(blocks.Block):
+class ForwardBlock(Block):
     """Builds a forward model; `build` returns the names of its outputs.
 
     >>> import onnx
@@ -50,13 +51,13 @@ class ForwardBlock(blocks.Block):
             self.base = accessor.model
             output = self.build(*args, **kwargs)
         self._model = self.infer_shapes_on_base()
-        graph.register_outputs(self._model, output)
+        _register_outputs(self._model, output)
         limit_versions(self._model)
         accessor.model.CopyFrom(self._model)
         return output
 
 
-class TrainingBlock(blocks.Block):
+class TrainingBlock(Block):
     """Builds the models for training and evaluation.
 
     `build` returns the name of the loss, or a tuple of names that begins with it.
@@ -117,9 +118,25 @@ class TrainingBlock(blocks.Block):
             self.base = accessor.model
             output = self.build(*args, **kwargs)
         model = self.infer_shapes_on_base()
-        graph.register_outputs(model, output)
+        _register_outputs(model, output)
         parameters = take_parameters(model, self._requires_grad, self._frozen_params)
         self._parameters = parameters.trainable, parameters.frozen
-        self._models = build_models(model, parameters, self._requires_grad, graph.first(output))
+        self._models = build_models(model, parameters, self._requires_grad, first_of(output))
         accessor.model.CopyFrom(self._models[0])
         return output
+
+
+def _register_outputs(model: onnx.ModelProto, names: str | tuple[str, ...] | list[str]) -> None:
+    """Make the named values the outputs of the graph, in this order; `model` has inferred types."""
+    graph = model.graph
+    known = {value.name: value for value in (*graph.value_info, *graph.output)}
+    outputs = []
+    for name in [names] if isinstance(names, str) else names:
+        if name not in known:
+            raise NameNotFoundError(
+                f"{name!r} cannot be an output: there is no such value, or its type is not known"
+                f"{nearest(name, known)}"
+            )
+        outputs.append(onnx.ValueInfoProto.FromString(known[name].SerializeToString()))
+    del graph.output[:]
+    graph.output.extend(outputs)
