@@ -1,27 +1,25 @@
-"""Training models in the form in which a session updates memory outside of it.
+"""Training models in a form in which a session updates memory outside of it.
 
 A training model of onnxruntime-training changes some of its inputs: accumulators add to the gradients, and
 batch normalizations update the running statistics. The models made here have outputs instead, which a session
-can be told to write to the very memory of those inputs.
+can be told to write to the memory of those very inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import onnx
 
-from ortgrad.compat.layout import RESET
+from ortgrad.compat.layout import BUFFER, FLAG, RESET
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import TrainingModelError
 from ortgrad.graph.protos import all_nodes, copy_of
 from ortgrad.operators.declaration import DOMAIN
 
-_BUFFER = "_grad.accumulation.buffer"
 # Inputs and outputs with such names belong to the gradients, not to the user.
-GRADIENT_SUFFIXES = (_BUFFER, "_grad", "_grad.accumulation.out")
+GRADIENT_SUFFIXES = (BUFFER, "_grad", FLAG)
 
 
 @dataclass
@@ -29,96 +27,101 @@ class TrainingGraph:
     """A model, and the outputs that belong to the state."""
 
     model: onnx.ModelProto
+    user_inputs: list[str]
+    user_outputs: list[str]
     # By parameter: the output with its gradient.
     gradients: dict[str, str] = field(default_factory=dict)
     # By accumulation buffer: the parameter. Empty if the gradients are not accumulated.
     buffers: dict[str, str] = field(default_factory=dict)
     # The outputs with the running statistics of batch normalizations, and the parameters that they update.
     statistics: dict[str, str] = field(default_factory=dict)
-    user_inputs: list[str] = field(default_factory=list)
-    user_outputs: list[str] = field(default_factory=list)
 
 
-def user_inputs(graph: onnx.GraphProto, parameters: Collection[str]) -> list[str]:
+def _user_inputs(graph: onnx.GraphProto, parameters: Collection[str]) -> list[str]:
     """Return the names of the inputs that are fed by the user."""
-    initializers = {tensor.name for tensor in graph.initializer}
+    others = {RESET, *parameters, *(tensor.name for tensor in graph.initializer)}
     return [
         value.name
         for value in graph.input
-        if value.name not in parameters
-        and value.name not in initializers
-        and value.name != RESET
-        and not value.name.endswith(GRADIENT_SUFFIXES)
+        if value.name not in others and not value.name.endswith(GRADIENT_SUFFIXES)
     ]
 
 
-def user_outputs(graph: onnx.GraphProto) -> list[str]:
+def _user_outputs(graph: onnx.GraphProto) -> list[str]:
     """Return the names of the outputs that the user gets."""
     return [value.name for value in graph.output if not value.name.endswith(GRADIENT_SUFFIXES)]
 
 
-def overwriting(model: onnx.ModelProto, parameters: Collection[str]) -> TrainingGraph:
-    """Return a model without accumulators, whose outputs are the gradients themselves."""
-    made = _begin(model, parameters)
-    graph = made.model.graph
-    declared = {value.name: value for value in graph.input}
-    accumulators = [node for node in graph.node if _is_accumulator(node) and node.input[0] in declared]
-    produced = {name for node in graph.node for name in node.output}
-    taken = {value.name for value in graph.output}
-    copies: list[onnx.NodeProto] = []
-    for node in accumulators:
-        gradient, buffer = node.input[1], declared[node.input[0]]
-        name = gradient
-        if gradient not in produced or gradient in taken:
-            name = _fresh(f"{gradient}.out", produced | taken)
-            copies.append(onnx.helper.make_node("Identity", [gradient], [name]))
-        taken.add(name)
-        output = graph.output.add()
-        output.CopyFrom(buffer)
-        output.name = name
-        made.gradients[_parameter(buffer.name)] = name
-    kept = [n for n in graph.node if not (_is_accumulator(n) and n.input[0] in declared)]
-    del graph.node[:]
-    graph.node.extend([*kept, *copies])
-    buffers = {node.input[0] for node in accumulators}
-    _remove(graph.input, lambda name: name == RESET or name in buffers)
-    return made
-
-
-def accumulating(model: onnx.ModelProto, parameters: Collection[str]) -> TrainingGraph:
-    """Return a model whose outputs are the sums of the gradients and the accumulation buffers."""
-    made = _begin(model, parameters)
-    graph = made.model.graph
-    declared = {value.name: value for value in graph.input}
-    names = {name for node in graph.node for name in node.output}
-    for node in graph.node:
-        if _is_accumulator(node) and node.input[0] in declared:
-            buffer = declared[node.input[0]]
-            name = _fresh(f"{buffer.name}.out", names)
-            names.add(name)
-            node.output[:] = [node.output[0], name]
-            output = graph.output.add()
-            output.CopyFrom(buffer)
-            output.name = name
-            parameter = _parameter(buffer.name)
-            made.gradients[parameter], made.buffers[buffer.name] = name, parameter
-    return made
-
-
-def _begin(model: onnx.ModelProto, parameters: Collection[str]) -> TrainingGraph:
+def training_graph(
+    model: onnx.ModelProto, parameters: Collection[str], *, accumulates: bool
+) -> TrainingGraph:
+    """Return a model whose outputs are the gradients or, if it accumulates, their sums with the buffers."""
     copy = copy_of(model)
-    made = TrainingGraph(
-        copy, user_inputs=user_inputs(copy.graph, parameters), user_outputs=user_outputs(copy.graph)
-    )
-    _remove(copy.graph.output, lambda name: name not in made.user_outputs)
-    _expose_statistics(made, parameters)
-    inputs = {value.name for value in copy.graph.input}
-    for node in copy.graph.node:
-        if _is_accumulator(node) and node.input[0] not in inputs and len(node.output) < 2:
+    graph = copy.graph
+    made = TrainingGraph(copy, _user_inputs(graph, parameters), _user_outputs(graph))
+    values = [value for value in graph.output if value.name in made.user_outputs]
+    del graph.output[:]
+    graph.output.extend(values)
+    outputs = _Outputs(graph)
+    _expose_statistics(made, parameters, outputs)
+    declared, buffers, kept = {value.name: value for value in graph.input}, {}, []
+    for node in graph.node:
+        buffer = declared.get(node.input[0]) if _is_accumulator(node) else None
+        if buffer is None or accumulates:
+            kept.append(node)
+        if buffer is not None:
+            buffers[buffer.name] = parameter = _parameter(buffer.name)
+            gradient = node.input[1]
+            if accumulates:
+                gradient = outputs.fresh(f"{buffer.name}.out")
+                node.output[:] = [node.output[0], gradient]
+            made.gradients[parameter] = outputs.add(gradient, buffer)
+        elif _is_accumulator(node) and len(node.output) < 2:
             raise TrainingModelError(
                 f"the accumulator {node.name!r} adds to {node.input[0]!r}, not to an input"
             )
+    del graph.node[:]
+    graph.node.extend([*kept, *outputs.copies])
+    if accumulates:
+        made.buffers = buffers
+        return made
+    inputs = [value for value in graph.input if value.name != RESET and value.name not in buffers]
+    del graph.input[:]
+    graph.input.extend(inputs)
     return made
+
+
+class _Outputs:
+    """The outputs of a graph, to which others are added."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._values = graph.output
+        self._inputs = {value.name for value in graph.input}
+        self._results = {name for node in all_nodes(graph.node) for name in node.output}
+        # Nodes that the graph needs in addition.
+        self.copies: list[onnx.NodeProto] = []
+
+    def fresh(self, name: str) -> str:
+        """Return a name that no value has, for the result of a node."""
+        while name in self._inputs or name in self._results:
+            name += "_"
+        self._results.add(name)
+        return name
+
+    def name(self, node: onnx.NodeProto, place: int, name: str) -> str:
+        """Return the name of an output of a node, which gets a fresh one if it has none."""
+        while len(node.output) <= place:
+            node.output.append("")
+        node.output[place] = node.output[place] or self.fresh(name)
+        return node.output[place]
+
+    def add(self, name: str, like: onnx.ValueInfoProto) -> str:
+        """Make a value of the type of an input an output, or a copy of it if it cannot be one."""
+        if name not in self._results or any(value.name == name for value in self._values):
+            source, name = name, self.fresh(f"{name}.out")
+            self.copies.append(onnx.helper.make_node("Identity", [source], [name]))
+        self._values.add(name=name, type=like.type)
+        return name
 
 
 def _is_accumulator(node: onnx.NodeProto) -> bool:
@@ -130,16 +133,15 @@ def _parameter(buffer: str) -> str:
     return next((buffer[: -len(s)] for s in GRADIENT_SUFFIXES if buffer.endswith(s)), buffer)
 
 
-def _expose_statistics(made: TrainingGraph, parameters: Collection[str]) -> None:
+def _expose_statistics(made: TrainingGraph, parameters: Collection[str], outputs: _Outputs) -> None:
     """Make outputs of the running statistics that are parameters.
 
-    A batch normalization reads a statistic and returns it updated. Further ones may follow that share it, and
-    accumulators that add to it in place.
+    A batch normalization reads a statistic and returns it updated. It may be followed by others that share
+    the statistic, and by accumulators that add to it in place.
     """
     graph = made.model.graph
     declared = {value.name: value for value in graph.input}
-    names = {name for node in all_nodes(graph.node) for name in node.output} | set(declared)
-    # The parameter that a value is a newer version of, the newest version, and what replaces older ones.
+    # The parameter of which a value is a newer version, the newest version, and what replaces older ones.
     origin = {name: name for name in declared if name in parameters}
     newest: dict[str, str] = {}
     replaced: dict[str, str] = {}
@@ -148,38 +150,18 @@ def _expose_statistics(made: TrainingGraph, parameters: Collection[str]) -> None
             node.input[i] = replaced.get(name, name)
         if _updates_statistics(node):
             for place in (1, 2):
-                source = node.input[place + 2]
-                if source in origin:
-                    _add_output(node, place, f"{origin[source]}.updated", names)
-                    origin[node.output[place]] = origin[source]
-                    newest[origin[source]] = node.output[place]
+                parameter = origin.get(node.input[place + 2])
+                if parameter is not None:
+                    updated = outputs.name(node, place, f"{parameter}.updated")
+                    origin[updated], newest[parameter] = parameter, updated
             if len(node.output) == 2:
-                _add_output(node, 2, "running_var", names)
-        elif _is_accumulator(node) and node.input[0] in newest.values():
-            source = node.input[0]
-            _add_output(node, 1, f"{source}.sum", names)
-            origin[node.output[1]] = origin[source]
-            newest[origin[source]] = replaced[source] = node.output[1]
-    taken = {value.name for value in graph.output}
+                outputs.name(node, 2, "running_var")
+        elif _is_accumulator(node) and (source := node.input[0]) in newest.values():
+            updated, parameter = outputs.name(node, 1, f"{source}.sum"), origin[source]
+            origin[updated] = parameter
+            newest[parameter] = replaced[source] = updated
     for parameter, name in newest.items():
-        output = name
-        if name in taken:
-            output = _fresh(f"{parameter}.updated", names)
-            names.add(output)
-            graph.node.append(onnx.helper.make_node("Identity", [name], [output]))
-        value = graph.output.add()
-        value.CopyFrom(declared[parameter])
-        value.name = output
-        made.statistics[output] = parameter
-
-
-def _add_output(node: onnx.NodeProto, place: int, name: str, names: set[str]) -> None:
-    """Give an output a name, unless it has one."""
-    while len(node.output) <= place:
-        node.output.append("")
-    if not node.output[place]:
-        node.output[place] = _fresh(name, names)
-        names.add(node.output[place])
+        made.statistics[outputs.add(name, declared[parameter])] = parameter
 
 
 def _updates_statistics(node: onnx.NodeProto) -> bool:
@@ -192,16 +174,3 @@ def _updates_statistics(node: onnx.NodeProto) -> bool:
     default = int(node.op_type == "BatchNormInternal")
     mode = next((a.i for a in node.attribute if a.name == "training_mode"), default)
     return bool(mode) and len(node.input) >= 5
-
-
-def _fresh(name: str, names: Collection[str]) -> str:
-    while name in names:
-        name += "_"
-    return name
-
-
-def _remove(values: Any, unwanted: Callable[[str], bool]) -> None:
-    """Remove the values with such names from a field of inputs or outputs."""
-    kept = [value for value in values if not unwanted(value.name)]
-    del values[:]
-    values.extend(kept)

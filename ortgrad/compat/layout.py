@@ -19,11 +19,8 @@ from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.parameters import Parameters
 
 RESET = "lazy_reset_grad"
-
-
-def buffer_name(parameter: str) -> str:
-    """Return the name of the input with the gradient that has been accumulated so far."""
-    return f"{parameter}_grad.accumulation.buffer"
+# The ends of names that begin with a parameter: the input with the sum of its gradients, and a flag.
+BUFFER, FLAG = "_grad.accumulation.buffer", "_grad.accumulation.out"
 
 
 def build_models(
@@ -90,7 +87,7 @@ def _arrange(
         graph.input.append(types.get(value.name, value))
     graph.output.extend(values[name] for name in outputs)
     for number, (name, gradient) in enumerate(zip(wrt, gradients, strict=True), len(outputs)):
-        buffer, flag = buffer_name(name), f"{name}_grad.accumulation.out"
+        buffer, flag = f"{name}{BUFFER}", f"{name}{FLAG}"
         node = helper.make_node(
             ACCUMULATOR,
             [buffer, gradient, RESET],

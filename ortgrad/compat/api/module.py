@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ortgrad.compat import graphs
 from ortgrad.compat.api.checkpoint_state import CheckpointState
+from ortgrad.compat.graphs import GRADIENT_SUFFIXES, training_graph
 from ortgrad.compat.layout import RESET
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
@@ -24,6 +24,7 @@ from ortgrad.training.sessions import BoundSession, read_model
 
 __all__ = ["Module"]
 
+_NO_EVALUATION = "the module has no evaluation model: give eval_model_uri when you create it"
 _NOMINAL = "the checkpoint is nominal. Please load the model parameters first."
 
 
@@ -39,26 +40,19 @@ class Module:
 
     >>> import numpy as np, onnx, tempfile
     >>> from ortgrad.training import artifacts
-    >>> from ortgrad.training.api import CheckpointState, Module, Optimizer
+    >>> from ortgrad.training.api import CheckpointState, Module
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {1, 2}> { y = MatMul(x, w) }''')
     >>> folder = tempfile.mkdtemp()
     >>> artifacts.generate_artifacts(
-    ...     model,
-    ...     requires_grad=["w"],
-    ...     loss=artifacts.LossType.MSELoss,
-    ...     optimizer=artifacts.OptimType.SGD,
-    ...     artifact_directory=folder,
+    ...     model, ["w"], loss=artifacts.LossType.MSELoss, artifact_directory=folder
     ... )
     >>> state = CheckpointState.load_checkpoint(f"{folder}/checkpoint")
     >>> module = Module(f"{folder}/training_model.onnx", state, f"{folder}/eval_model.onnx")
-    >>> optimizer = Optimizer(f"{folder}/optimizer_model.onnx", module)
-    >>> optimizer.set_learning_rate(0.25)
     >>> module(np.float32([[1, 0]]), np.float32([[0]]))
     array(1., dtype=float32)
-    >>> optimizer.step()
-    >>> state.parameters["w"].data.tolist()
-    [[0.5], [2.0]]
+    >>> state.parameters["w"].grad.tolist()
+    [[2.0], [0.0]]
     """
 
     training: bool
@@ -76,7 +70,7 @@ class Module:
         if device.split(":")[0] != "cpu":
             raise TrainingError(f"device={device!r}: ortgrad trains on the CPU")
         self.training = True
-        self._state = state
+        self._state = state._state
         self._session_options = onnxruntime.SessionOptions() if session_options is None else session_options
         self._folder = Path(train_model_uri).parent
         self._model = read_model(train_model_uri, "training")
@@ -86,16 +80,9 @@ class Module:
         self._eval_path = None if eval_model_uri is None else Path(eval_model_uri)
         self._train_session: BoundSession | None = None
         self._eval_session: BoundSession | None = None
-        self._names = {
-            True: (
-                graphs.user_inputs(self._model.graph, self._parameter_names()),
-                graphs.user_outputs(self._model.graph),
-            )
-        }
         self._check_parameters()
-        if state._state.nominal:
-            state._state.allocate({name: self._shape(name) for name in self._parameter_names()})
-        state._state.allocate_gradients()
+        if self._state.nominal:
+            self._state.allocate({name: self._shape(name) for name in self._parameter_names()})
         self._accumulates = False
         self._train_session = self._make_train_session()
         if self._eval_path is not None:
@@ -105,8 +92,7 @@ class Module:
 
     def _parameter_names(self, trainable_only: bool = False) -> list[str]:
         """Return the names of the parameters in the order of the training model's inputs."""
-        state = self._state._state
-        known = state.trainable if trainable_only else state
+        known = self._state.trainable if trainable_only else self._state
         return [name for name in self._inputs if name in known]
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -118,14 +104,13 @@ class Module:
 
     def _check_parameters(self) -> None:
         """Raise TrainingModelError if training model and checkpoint do not belong together."""
-        state = self._state._state
         accumulated = {node.input[0] for node in self._model.graph.node if node.op_type == ACCUMULATOR}
-        for name in state.trainable.arrays:
+        for name in self._state.trainable.arrays:
             if name not in self._inputs:
                 raise TrainingModelError(
                     f"parameter {name!r} of the checkpoint is no input of the training model"
                 )
-            if not any(f"{name}{suffix}" in accumulated for suffix in graphs.GRADIENT_SUFFIXES):
+            if not any(f"{name}{suffix}" in accumulated for suffix in GRADIENT_SUFFIXES):
                 raise TrainingModelError(
                     f"Gradient buffer input not provided for param: {name}. The training model has no "
                     f"{ACCUMULATOR} for it"
@@ -133,26 +118,23 @@ class Module:
 
     def _make_train_session(self) -> BoundSession:
         """Return a session that writes gradients, or adds to them if calls have added up before."""
-        state = self._state._state
-        make = graphs.accumulating if self._accumulates else graphs.overwriting
-        graph = make(self._model, set(self._parameter_names()))
+        state = self._state
+        graph = training_graph(self._model, set(self._parameter_names()), accumulates=self._accumulates)
         gradients = state.allocate_gradients()
         session = BoundSession(
             graph.model, self._folder, self._session_options, graph.user_inputs, graph.user_outputs
         )
         inputs = {name: state.parameter(name) for name in self._parameter_names()}
-        inputs.update(
-            {buffer: gradients[name] for buffer, name in graph.buffers.items() if name in gradients}
-        )
+        inputs |= {buffer: gradients[name] for buffer, name in graph.buffers.items() if name in gradients}
         if self._accumulates and any(value.name == RESET for value in graph.model.graph.input):
             inputs[RESET] = self._reset
         outputs = {name: state.parameter(parameter) for name, parameter in graph.statistics.items()}
-        outputs.update({graph.gradients[name]: gradients[name] for name in gradients.arrays})
+        outputs |= {graph.gradients[name]: array for name, array in gradients.arrays.items()}
         session.bind(inputs, outputs)
         return session
 
     def _make_eval_session(self, path: Path) -> BoundSession:
-        state = self._state._state
+        state = self._state
         model = evaluated(read_model(path, "evaluation"))
         parameters = [value.name for value in model.graph.input if value.name in state]
         constants = {tensor.name for tensor in model.graph.initializer}
@@ -160,7 +142,6 @@ class Module:
         outputs = [value.name for value in model.graph.output]
         session = BoundSession(model, path.parent, self._session_options, inputs, outputs)
         session.bind({name: state.parameter(name) for name in parameters}, {})
-        self._names[False] = (inputs, outputs)
         return session
 
     # Steps
@@ -170,38 +151,41 @@ class Module:
 
         They are arrays if there is an array among the inputs, else OrtValues.
         """
-        if self._state._state.nominal:
+        if self._state.nominal:
             raise TrainingError(_NOMINAL)
         outputs = self._train(user_inputs) if self.training else self._evaluate(user_inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def _session(self) -> BoundSession:
+        """Return the session of the present mode."""
+        if self.training:
+            if self._train_session is None:
+                self._train_session = self._make_train_session()
+            return self._train_session
+        if self._eval_session is None:
+            raise TrainingError(_NO_EVALUATION)
+        return self._eval_session
+
+    def _evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
+        session = self._session()
+        session.check(values)
+        return session.run(values)
+
     def _train(self, values: Sequence[Any]) -> Sequence[Any]:
-        state = self._state._state
+        state = self._state
         if self._accumulate and not self._accumulates and not state.gradients_are_torn:
             # From now on, calls add up now and then. A second session beside the first would need its own
             # memory for activations.
             self._train_session = None
             self._accumulates = True
-        if self._train_session is None:
-            self._train_session = self._make_train_session()
+        session = self._session()
         self._reset[0] = not self._accumulate or state.gradients_are_torn
-        session = self._train_session
         session.check(values)
         state.gradients_are_torn = True
         outputs = session.run(values)
         state.gradients_are_torn = False
         self._accumulate = True
         return outputs
-
-    def _evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
-        session = self._require_eval_session()
-        session.check(values)
-        return session.run(values)
-
-    def _require_eval_session(self) -> BoundSession:
-        if self._eval_session is None:
-            raise TrainingError("the module has no evaluation model: give eval_model_uri when you create it")
-        return self._eval_session
 
     def train(self, mode: bool = True) -> Module:
         """Switch to training mode, or with mode=False to evaluation mode; returns the module."""
@@ -228,7 +212,7 @@ class Module:
         It is the OrtValue of onnxruntime's C binding, as in onnxruntime.training; `numpy()` makes an array of
         it.
         """
-        state = self._state._state
+        state = self._state
         if state.nominal:
             raise TrainingError(f"there are no parameters to copy: {_NOMINAL}")
         names = self._parameter_names(trainable_only)
@@ -245,7 +229,7 @@ class Module:
 
         This completes a nominal checkpoint, for which trainable_only must be False.
         """
-        state = self._state._state
+        state = self._state
         if trainable_only and state.nominal:
             raise TrainingError(
                 "For nominal checkpoint state, all parameters need to be loaded into the model "
@@ -289,11 +273,11 @@ class Module:
 
         `graph_output_names` may name any value of the model. Inputs that they do not need are dropped.
         """
-        state = self._state._state
+        state = self._state
         if state.nominal:
             raise TrainingError(f"the model cannot be exported: {_NOMINAL}")
-        self._require_eval_session()
-        assert self._eval_path is not None
+        if self._eval_path is None:
+            raise TrainingError(_NO_EVALUATION)
         if isinstance(graph_output_names, (str, bytes)):
             raise ArgumentTypeError("graph_output_names is a list of names, not a single one")
         parameters = {name: state.parameter(name) for name in state.names}
@@ -301,16 +285,11 @@ class Module:
 
     def input_names(self) -> list[str]:
         """Return the names of the inputs of a step in the present mode."""
-        return list(self._names_of_mode()[0])
+        return list(self._session().user_inputs)
 
     def output_names(self) -> list[str]:
         """Return the names of the outputs of a step in the present mode."""
-        return list(self._names_of_mode()[1])
-
-    def _names_of_mode(self) -> tuple[list[str], list[str]]:
-        if not self.training:
-            self._require_eval_session()
-        return self._names[self.training]
+        return list(self._session().user_outputs)
 
 
 def _numpy(buffer: Any) -> np.ndarray:

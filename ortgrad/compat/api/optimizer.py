@@ -13,10 +13,9 @@ from ortgrad.keywords import checked
 from ortgrad.threads import call_elsewhere
 from ortgrad.training.optimizers.passes import thread_count
 
-_GROUP = "group0"
-
-
 __all__ = ["Optimizer"]
+
+_GROUP = "group0"
 
 
 @checked
@@ -57,7 +56,7 @@ class Optimizer:
         if not isinstance(module, Module):
             raise ArgumentTypeError(f"an Optimizer takes a Module, not {type(module)}")
         self._rule = read_optimizer(optimizer_uri)
-        self._state = module._state._state
+        self._state = module._state
         self._threads = thread_count(module._session_options.intra_op_num_threads)
         self._group = self._state.group(_GROUP, () if self._state.nominal else self._rule.momentums)
         if not self._state.nominal:
