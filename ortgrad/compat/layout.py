@@ -12,7 +12,6 @@ from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import NameNotFoundError, TrainingModelError
 from ortgrad.graph.loading import load_model
 from ortgrad.graph.matching import nearest
-from ortgrad.graph.protos import copy_of
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.threads import forks_wait
 from ortgrad.training.evaluation import in_evaluation
@@ -31,8 +30,10 @@ def build_models(
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """Return the models for training and evaluation.
 
-    `model` is a forward model with the loss and what else it returns as outputs, and without its parameters.
+    `model` is a forward model without its parameters. Its outputs are the loss and whatever else it returns.
     """
+    from ortgrad.compat.gradients import with_gradients  # onnx-ir is slow to import
+
     inputs = [*model.graph.input, *parameters.inputs]
     outputs = [value.name for value in model.graph.output]
     # In the order of the inputs.
@@ -46,28 +47,14 @@ def build_models(
     evaluation = in_evaluation(model)
     evaluation.graph.input.extend(parameters.inputs)
     limit_versions(evaluation)
-    forward = copy_of(model)
-    fixed = {tensor.name for tensor in parameters.constants}
-    forward.graph.input.extend(value for value in parameters.inputs if value.name not in fixed)
-    forward.graph.initializer.extend(parameters.constants)
     try:
         with forks_wait():
-            training = _with_gradients(load_model(forward), wrt, loss)
+            training = with_gradients(load_model(parameters.added_to(model)), wrt, loss)
     except NameNotFoundError as error:
         raise TrainingModelError(str(error)) from error
     _arrange(training, inputs, outputs, wrt)
     limit_versions(training)
     return training, evaluation
-
-
-def _with_gradients(forward: onnx.ModelProto, wrt: list[str], loss: str) -> onnx.ModelProto:
-    from ortgrad.graph.serialization import write  # onnx-ir is slow to import
-    from ortgrad.passes.portable import make_portable
-    from ortgrad.training.differentiation import differentiate
-    from ortgrad.training.forms import accumulate_variances, use_internal_batch_norm
-
-    finish = (use_internal_batch_norm, accumulate_variances, make_portable)
-    return write(differentiate(forward, wrt, loss, finish=finish), forward)
 
 
 def _arrange(

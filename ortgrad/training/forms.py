@@ -7,7 +7,6 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
-from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.operators.declaration import DOMAIN
@@ -92,37 +91,11 @@ def use_internal_batch_norm(model: ir.Model) -> ir.Model:
     return remove_unused(model)
 
 
-def accumulate_variances(model: ir.Model) -> ir.Model:
-    """Add to running variances in place what PyTorch's have more; those of BatchNormInternal are biased."""
-    names = Names.of(model)
-    for node in list(model.graph):
-        if node.op_type != "BatchNormInternal" or not _is_fed(node.inputs[4]):
-            continue
-        op = Recorder(model.opset_imports[""], names, f"{node.name or node.outputs[0].name}")
-        running, later = node.outputs[2], list(node.outputs[2].uses())
-        more = unbiased_excess(op, node)
-        results = op.add(ACCUMULATOR, [running, more], outputs=2 if later else 1, domain=DOMAIN)
-        model.graph.insert_after(node, op.nodes)
-        for use in later:
-            # The node of the same layer, applied again, reads the sum.
-            use.node.replace_input_with(use.idx, results[1])
-    return model
-
-
 def _is_training(node: ir.Node) -> bool:
     mode = node.attributes.get("training_mode")
     return (
         node.op_type == "BatchNormalization" and not node.domain and mode is not None and mode.as_int() == 1
     )
-
-
-def _is_fed(value: ir.Value | None) -> bool:
-    """Return whether a running statistic comes from an input of the graph, perhaps through other nodes."""
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type not in ("BatchNormInternal", ACCUMULATOR):
-            return False
-        value = node.inputs[4 if node.op_type == "BatchNormInternal" else 0]
-    return value is not None and value.is_graph_input() and not value.is_initializer()
 
 
 def unbiased_excess(op: Recorder, node: ir.Node) -> ir.Value:

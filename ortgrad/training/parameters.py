@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from ortgrad.graph.protos import FLOATS, all_nodes
+from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
 
 
 @dataclass
@@ -22,13 +22,21 @@ class Parameters:
     # Frozen ones on whose values shapes depend; they are constants while the gradients are built.
     constants: list[onnx.TensorProto]
 
+    def added_to(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Return a copy of a model from which they were taken, with them as inputs or constants."""
+        copy = copy_of(model)
+        fixed = {tensor.name for tensor in self.constants}
+        copy.graph.input.extend(value for value in self.inputs if value.name not in fixed)
+        copy.graph.initializer.extend(self.constants)
+        return copy
+
 
 def take_parameters(
     model: onnx.ModelProto, requires_grad: Collection[str], frozen: Collection[str]
 ) -> Parameters:
     """Remove the parameters from the initializers of the model and return them.
 
-    If neither of the two collections names anything, all initializers become inputs, but are no parameters.
+    If both collections are empty, all initializers become inputs, but none of them is a parameter.
     """
     graph = model.graph
     named = {*requires_grad, *frozen}
@@ -53,7 +61,7 @@ def take_parameters(
 
 
 def _move_constants(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    """Make initializers of Constant nodes with these outputs; some exporters write weights as such nodes."""
+    """Make initializers of Constant nodes with these outputs: some exporters write weights as such nodes."""
     kept = []
     for node in graph.node:
         tensor = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
@@ -68,7 +76,7 @@ def _move_constants(graph: onnx.GraphProto, names: Collection[str]) -> None:
 
 
 def _settings(model: onnx.ModelProto, names: Collection[str]) -> set[str]:
-    """Return those of the names that are no weights: integers, and operands such as the scales of Resize."""
+    """Return the names that are not of weights: integers, and operands such as the scales of Resize."""
     kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     found = {name for name in names if kinds[name] not in FLOATS}
     versions = {opset.domain: opset.version for opset in model.opset_import}

@@ -12,7 +12,6 @@ import onnx_ir as ir
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import NameNotFoundError, TrainingModelError
 from ortgrad.graph.names import Names
-from ortgrad.graph.protos import copy_of
 from ortgrad.graph.recorder import RANDOM, Recorder
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.passes.tidy import remove_unused
@@ -70,10 +69,7 @@ def step_model(
     `source` is the forward model without its parameters. `untrained` are the outputs of batch normalizations
     in evaluation mode. If it `accumulates`, a step may add to the gradients of others.
     """
-    forward = copy_of(source)
-    fixed = {tensor.name for tensor in parameters.constants}
-    forward.graph.input.extend(value for value in parameters.inputs if value.name not in fixed)
-    forward.graph.initializer.extend(parameters.constants)
+    forward = parameters.added_to(source)
     wrt = [value.name for value in forward.graph.input if value.name in trained]
     finish = (use_internal_batch_norm,)
     try:
@@ -87,7 +83,7 @@ def step_model(
         for number, node in enumerate(ir.traversal.RecursiveGraphIterator(graph))
         if node.op_type in RANDOM
     }
-    _feed(graph, fixed)
+    _feed(graph, [tensor.name for tensor in parameters.constants])
     values = {value.name: value for value in graph.inputs}
     made = {value.name: value for value in graph.outputs}
     gradients = dict(zip((values[name] for name in wrt), graph.outputs[-len(wrt) :], strict=True))
