@@ -12,7 +12,7 @@ from ortgrad.dialects.optimizers import PREVIEW_TRAINING
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import dependencies
+from ortgrad.graph.traversal import all_nodes, dependencies
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.shapes.inference import infer_types
@@ -117,7 +117,7 @@ def _copy(node: ir.Node, mapping: dict[ir.Value, ir.Value], names: Names) -> ir.
         if attribute.type == ir.AttributeType.GRAPH:
             inner = attribute.as_graph().clone(allow_outer_scope_values=True)
             names.rename(inner)
-            for reader in ir.traversal.RecursiveGraphIterator(inner):
+            for reader in all_nodes(inner):
                 _replace(reader, mapping)
             attribute = ir.AttrGraph(attribute.name, inner)
         attributes.append(attribute)

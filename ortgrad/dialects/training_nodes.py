@@ -14,6 +14,7 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import gradient_nodes
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import MINIMUM_OPSET, Recorder
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator, find_operator
 
@@ -22,7 +23,7 @@ POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
 
 def adopt_training_nodes(model: ir.Model) -> ir.Model:
     """Add the inputs and outputs that onnxruntime-training's gradient nodes leave implicit."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type in (*POOL_GRADIENTS, *IN_DEFAULT_DOMAIN) and node.domain in ("", "ai.onnx"):
             node.domain = DOMAIN
             model.opset_imports.setdefault(DOMAIN, 1)

@@ -15,6 +15,7 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.passes.complete import complete
 
 
@@ -22,7 +23,7 @@ def translate_training_operators(model: ir.Model) -> ir.Model:
     """Replace every node whose operator has a translation."""
     found = [
         (node, find_translation(node.op_type, node.domain) or find_optimizer(node.op_type, node.domain))
-        for node in model.graph.all_nodes()
+        for node in all_nodes(model.graph)
     ]
     chosen = [(node, translation) for node, translation in found if translation is not None]
     if not chosen:

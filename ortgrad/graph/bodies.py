@@ -13,6 +13,7 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.contract_checks import record_comparisons
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.operators.call import Call
 from ortgrad.operators.declaration import find_operator
 
@@ -73,7 +74,7 @@ def _depends(value: ir.Value, on: ir.Value) -> bool:
             continue
         seen.add(value)
         graphs = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-        inner = (used for graph in graphs for used in graph.all_nodes())
+        inner = (used for graph in graphs for used in all_nodes(graph))
         waiting += [v for user in (node, *inner) for v in user.inputs if v is not None]
     return False
 

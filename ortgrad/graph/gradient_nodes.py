@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import release_captured
+from ortgrad.graph.traversal import all_nodes, release_captured
 from ortgrad.operators.call import Call, parse_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, Operator, find_operator
 
@@ -18,7 +18,7 @@ def gradient_nodes(model: ir.Model) -> Iterator[tuple[ir.Node, Operator]]:
 
     A node that calls a function of that name in the model is left out, unless ortgrad completed the node.
     """
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         operator = find_operator(node.op_type, node.domain)
         if operator and (CALL_ATTRIBUTE in node.attributes or node.op_identifier() not in model.functions):
             yield node, operator

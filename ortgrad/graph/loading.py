@@ -50,7 +50,7 @@ def load_model(model: ModelLike, *, external_data: bool = True, bodies: bool = T
     """
     if isinstance(model, onnx.ModelProto):
         model = _checked(model, "the ModelProto")
-        if not bodies and _unneeded(model) and model.ByteSize() <= _LARGEST_COPY:
+        if not bodies and _unneeded(model) and _weights_size(model.graph) <= _LARGEST_COPY:
             model = _without_bodies(copy_of(model))
         return _complete(model)
     if isinstance(model, bytes):
@@ -70,6 +70,14 @@ def load_model(model: ModelLike, *, external_data: bool = True, bodies: bool = T
             # onnx raises RuntimeError for an error of the C++ file system library.
             raise ModelError(f"cannot read the external data of {str(path)!r}: {one_line(error)}") from error
     return _complete(proto)
+
+
+def _weights_size(graph: onnx.GraphProto) -> int:
+    """Return the bytes of the initializers; ByteSize would write the whole model for that."""
+    return sum(
+        math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        for tensor in graph.initializer
+    )
 
 
 def imports_domain(model: onnx.ModelProto) -> bool:

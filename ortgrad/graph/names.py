@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import all_graphs
+
 
 class Names:
     """Generates names that no value or node of a model or its subgraphs has.
@@ -42,7 +44,7 @@ class Names:
     def _collect(self, model: ir.Model) -> None:
         self._values.update(value.name for value in _values(model.graph) if value.name)
         # Collect all names before changing any, so that the first of two equal names is kept.
-        graphs = list(model.graph.subgraphs())
+        graphs = list(all_graphs(model.graph))[1:]
         later = [value for graph in graphs for value in _values(graph) if value.name]
         nodes = [node for graph in (model.graph, *graphs) for node in graph if node.name]
         twice = [value for value in later if _seen(self._values, value)]
@@ -67,7 +69,7 @@ class Names:
     def rename(self, graph: ir.Graph, scope: str = "") -> None:
         """Give unique names to the values and nodes of a graph that is not yet part of the model."""
         scope = f"{scope}/" if scope else ""
-        for inner in (graph, *graph.subgraphs()):
+        for inner in all_graphs(graph):
             for value in _values(inner):
                 if value.name:
                     value.name = self.fresh(f"{scope}{value.name}")

@@ -10,7 +10,7 @@ from onnx import helper, version_converter
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import captured_values
+from ortgrad.graph.traversal import all_nodes, captured_values
 
 PLACEHOLDER = "ortgrad.scan8"
 
@@ -18,7 +18,7 @@ PLACEHOLDER = "ortgrad.scan8"
 def hide_old_scans(model: ir.Model, opset: int) -> dict[str, ir.Graph]:
     """Replace Scan nodes by placeholders that the converter ignores; returns the converted bodies by name."""
     bodies: dict[str, ir.Graph] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         if node.op_type != "Scan" or node.domain != "":
             continue
         body = node.attributes["body"].as_graph()
@@ -38,7 +38,7 @@ def hide_old_scans(model: ir.Model, opset: int) -> dict[str, ir.Graph]:
 
 def restore_scans(model: ir.Model, bodies: dict[str, ir.Graph]) -> None:
     """Replace each placeholder by a Scan over the batch whose body is a Scan over time."""
-    hidden = [(n, bodies[n.name or ""]) for n in model.graph.all_nodes() if n.domain == PLACEHOLDER]
+    hidden = [(n, bodies[n.name or ""]) for n in all_nodes(model.graph) if n.domain == PLACEHOLDER]
     names = Names.of(model)
     for node, body in hidden:
         _restore(node, body, model.opset_imports[""], names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, PORTABLE_PREFIX, Operator, find_operator
 
 
@@ -27,7 +28,7 @@ def portable_operator(op_type: str, domain: str) -> Operator | None:
 def restore_gradient_nodes(model: ir.Model) -> None:
     """Replace calls of such functions by gradient nodes, and remove the functions."""
     restored = False
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         operator = portable_operator(node.op_type, node.domain)
         if operator is not None and CALL_ATTRIBUTE in node.attributes:
             node.domain, node.op_type, node.version = operator.domain, operator.name, None

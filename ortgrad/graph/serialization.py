@@ -8,9 +8,11 @@ import onnx
 import onnx_ir as ir
 
 from ortgrad.errors import ModelError
+from ortgrad.graph import protos
 from ortgrad.graph.loading import one_line, with_dense_initializers
 from ortgrad.graph.portable_calls import restore_gradient_nodes
-from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
+from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, copy_of, declared_values
+from ortgrad.graph.traversal import all_graphs
 from ortgrad.operators.declaration import DOMAIN
 
 # The first version with function overloads; the oldest supported onnxruntime reads it.
@@ -35,7 +37,7 @@ def read(source: onnx.ModelProto) -> ir.Model:
 
 def _open_negative_sizes(model: ir.Model) -> None:
     """Make negative sizes unknown. Exporters write -1 for an unknown size; onnx would compute with it."""
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
             if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
                 dims = [None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape]
@@ -44,8 +46,8 @@ def _open_negative_sizes(model: ir.Model) -> None:
 
 def _own_names(model: ir.Model) -> None:
     """Wrap tensors of the caller's proto, so that renaming a value does not rename the caller's tensor."""
-    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
-    for graph in (*model.graphs(), *bodies):
+    bodies = [graph for f in model.functions.values() for graph in all_graphs(f.graph)]
+    for graph in (*all_graphs(model.graph), *bodies):
         for value in graph.initializers.values():
             if value.const_value is not None:
                 value.const_value = _with_own_name(value.const_value)
@@ -116,13 +118,13 @@ def is_known(type_: onnx.TypeProto) -> bool:
 
 
 def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    return (value for inner in all_graphs(graph) for value in declared_values(inner))
+    return (value for inner in protos.all_graphs(graph) for value in declared_values(inner))
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Convert the model to a ModelProto. Drops shapes of values without a type, which ONNX cannot store."""
-    bodies = [graph for f in model.functions.values() for graph in (f.graph, *f.graph.subgraphs())]
-    for graph in (*model.graphs(), *bodies):
+    bodies = [graph for f in model.functions.values() for graph in all_graphs(f.graph)]
+    for graph in (*all_graphs(model.graph), *bodies):
         for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
             if value.type is None:
                 value.shape = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
 FLOAT_TYPES = frozenset([ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+_GRAPHS = frozenset([ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS])
 
 
 def is_float_tensor(value: ir.Value) -> bool:
@@ -54,14 +57,32 @@ def dependencies(node: ir.Node) -> list[ir.Value]:
     return found
 
 
+def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+    """Yield the nodes of a graph and those in their subgraphs, at any depth.
+
+    A node comes before those in its own subgraphs. `ir.Graph.all_nodes` does the same in several times the
+    time, and there are dozens of passes.
+    """
+    for node in graph:
+        yield node
+        for inner in subgraphs(node):
+            yield from all_nodes(inner)
+
+
+def all_graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yield a graph and the subgraphs of its nodes, at any depth."""
+    yield graph
+    for node in graph:
+        for inner in subgraphs(node):
+            yield from all_graphs(inner)
+
+
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the graphs in a node's attributes."""
     graphs: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            graphs.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            graphs += attribute.as_graphs()
+    for attribute in node.attributes.data.values():
+        if attribute.type in _GRAPHS:
+            graphs += [attribute.value] if attribute.type == ir.AttributeType.GRAPH else attribute.value
     return graphs
 
 
@@ -82,7 +103,7 @@ def release_captured(node: ir.Node) -> None:
     Otherwise the outer values that they capture would count their nodes as users, in onnx-ir even after the
     node was removed.
     """
-    for inner in (inner for graph in subgraphs(node) for inner in graph.all_nodes()):
+    for inner in (inner for graph in subgraphs(node) for inner in all_nodes(graph)):
         for i in range(len(inner.inputs)):
             inner.replace_input_with(i, None)
 

@@ -11,6 +11,7 @@ from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.patterns import Match, Pattern
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import all_nodes
 
 _BIASED = Pattern(lambda op, x, w, bias: op.Add(op.Conv(x, w), bias))
 
@@ -18,7 +19,7 @@ _BIASED = Pattern(lambda op, x, w, bias: op.Add(op.Conv(x, w), bias))
 def join_biases(model: ir.Model) -> ir.Model:
     """Join every Conv without a bias and an Add of one number per filter that alone reads its result."""
     names = Names.later(model)
-    for match in _BIASED.find(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for match in _BIASED.find(all_nodes(model.graph)):
         if match.is_private and _is_bias(match.values["bias"], match.values["w"]):
             _join(match, model.opset_imports[""], names)
     return model

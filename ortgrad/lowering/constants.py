@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.recorder import RANDOM
-from ortgrad.graph.traversal import subgraphs
+from ortgrad.graph.traversal import all_graphs, all_nodes, subgraphs
 from ortgrad.operators.declaration import DOMAIN, find_operator
 
 _DOMAINS = frozenset({"", "ai.onnx", DOMAIN})
@@ -24,10 +24,10 @@ def constant_values(model: ir.Model, *, bodies: bool = False) -> set[ir.Value]:
     in topological order.
     """
     found: set[ir.Value] = set()
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         found.update(value for value in graph.initializers.values() if not value.is_graph_input())
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if _is_folded(node, bodies) and all(value is None or value in found for value in node.inputs):
+    for node in all_nodes(model.graph):
+        if all(value is None or value in found for value in node.inputs) and _is_folded(node, bodies):
             found.update(node.outputs)
     return found
 
@@ -35,7 +35,7 @@ def constant_values(model: ir.Model, *, bodies: bool = False) -> set[ir.Value]:
 def computed_nodes(model: ir.Model) -> list[ir.Node]:
     """Return the nodes of the model and its subgraphs that onnxruntime does not fold."""
     constant = constant_values(model)
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = all_nodes(model.graph)
     return [node for node in nodes if not node.outputs or node.outputs[0] not in constant]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.lowering.constants import constant_values, is_dequantized
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, take_over
 from ortgrad.ops.conv.conv import conv_grad, is_depthwise
@@ -15,7 +16,7 @@ def use_depthwise(model: ir.Model) -> ir.Model:
     """Replace nodes of ConvGrad, and nodes of Conv whose weights are not constant."""
     names = Names.later(model)
     constant = constant_values(model)
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         is_gradient = (node.domain, node.op_type) == (conv_grad.domain, conv_grad.name)
         is_forward = (node.domain, node.op_type) == ("", "Conv")
         if not (is_gradient or is_forward) or not _is_depthwise(node, node.inputs[2 if is_gradient else 1]):

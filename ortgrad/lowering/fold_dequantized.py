@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.lowering.constants import constant_values
 from ortgrad.operators.declaration import DOMAIN
 
@@ -27,7 +28,7 @@ def fold_dequantized(model: ir.Model) -> ir.Model:
     constant: set[ir.Value] | None = None
     names = Names.later(model)
     left = _LARGEST
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if not _is_dequantization(node) or node.outputs[0].is_graph_output():
             continue
         constant = constant_values(model) if constant is None else constant

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.patterns import Match, Operators, Pattern, Term
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.lowering.constants import constant_values, is_dequantized
 from ortgrad.lowering.fusion.fusable import known_shape, read_constant
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, sizes_of
@@ -36,7 +37,7 @@ def use_forward_convolutions(model: ir.Model) -> ir.Model:
     names = Names.later(model)
     constant = constant_values(model)
     # Backwards, so that as much as possible is merged with a convolution.
-    for match in _CONVOLUTION.find(ir.traversal.RecursiveGraphIterator(model.graph, reverse=True)):
+    for match in _CONVOLUTION.find(reversed(list(all_nodes(model.graph)))):
         if match.values["w"] not in constant and _is_merged(match) and _is_faster(match.node("Conv")):
             _replace(model, match, names)
     return model

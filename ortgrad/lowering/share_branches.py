@@ -21,7 +21,7 @@ from ortgrad.graph.attributes import content
 from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import RANDOM
-from ortgrad.graph.traversal import dependencies, release_captured, subgraphs
+from ortgrad.graph.traversal import all_graphs, dependencies, release_captured, subgraphs
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, find_operator
 
@@ -35,7 +35,7 @@ _Same = Mapping[ir.Value, object]
 def share_branches(model: ir.Model) -> ir.Model:
     """Share values between Ifs with the same condition, which must be in topological order."""
     names = Names.later(model)
-    for graph in list(model.graphs()):
+    for graph in list(all_graphs(model.graph)):
         first: dict[ir.Value, ir.Node] = {}
         for node in list(graph):
             condition = node.inputs[0] if _is_if(node) else None

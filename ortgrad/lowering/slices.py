@@ -11,14 +11,14 @@ import onnx_ir as ir
 
 from ortgrad.graph.outputs import remove_nodes, replace_node
 from ortgrad.graph.patterns import Pattern
-from ortgrad.graph.traversal import constant_array, only_reader
+from ortgrad.graph.traversal import all_nodes, constant_array, only_reader
 
 _PADDED = Pattern(lambda op, x, pads, axes: op.Pad(x, pads, None, op.either(axes, None)))
 
 
 def join_slices(model: ir.Model) -> ir.Model:
     """Replace sums of padded tensors that do not overlap and leave no gap by a Concat."""
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if node.domain == "" and node.op_type in ("Sum", "Add") and len(node.inputs) > 1:
             parts = _parts(node)
             if parts is not None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import all_nodes
+
 
 def drop_empty_inputs(model: ir.Model) -> ir.Model:
     """Make inputs of Resize that are empty constants absent; the model must have the minimum opset."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type != "Resize" or node.domain != "":
             continue
         for i, value in enumerate(node.inputs[1:], 1):

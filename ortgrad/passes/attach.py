@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.bodies import is_body, make_function
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.operators.call import Call
 from ortgrad.operators.declaration import BODY_ATTRIBUTE, Operator
 
@@ -70,7 +71,7 @@ def _refuse_other_nodes(function: ir.Function, count: int) -> None:
 def detach(model: ir.Model) -> ir.Model:
     """Remove the bodies that `attach` added earlier."""
     ours = {node for node, _ in gradient_nodes(model)}
-    others = {n.op_identifier() for n in model.graph.all_nodes() if n not in ours}
+    others = {n.op_identifier() for n in all_nodes(model.graph) if n not in ours}
     for key, function in list(model.functions.items()):
         if is_body(function) and key not in others:
             del model.functions[key]

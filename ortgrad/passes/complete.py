@@ -16,7 +16,7 @@ from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
 from ortgrad.graph.names import Names
 from ortgrad.operators.call import EMPTY_PREFIX, Call, make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, Operator
-from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.inference import infer_types, is_inferred
 
 
 def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
@@ -35,7 +35,8 @@ def complete(model: ir.Model, *, built: bool = False) -> ir.Model:
                 _describe(node, operator, names, built)
             except NodeError as error:
                 raise NodeError(f"{node.op_type} node {node.name!r}: {error}") from error
-    infer_types(model)
+    if not is_inferred(model):
+        infer_types(model)
     for node, operator in nodes:
         call = call_of(node, operator)
         _check_operands(node, call)

@@ -17,6 +17,7 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.gradient_nodes import gradient_nodes
 from ortgrad.graph.names import Names
 from ortgrad.graph.schema_functions import open_schema_function
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand import expand
 from ortgrad.shapes.defined_types import infer_defined_types
@@ -47,7 +48,7 @@ def _expand_once(model: ir.Model, targets: set[str], outputs: set[str], refused:
     opened = bool(gradients)
     names = Names.of(model)
     # In the order of the graph, so that the same names are given in every run.
-    for node in [node for node in model.graph.all_nodes() if node in chosen - gradients]:
+    for node in [node for node in all_nodes(model.graph) if node in chosen - gradients]:
         try:
             done = put_definition(node, model.opset_imports[""], names) or open_schema_function(
                 node, model.opset_imports, names

@@ -9,16 +9,16 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import constant_tensor, release_captured
+from ortgrad.graph.traversal import all_graphs, all_nodes, constant_tensor, release_captured
 
 
 def fold_ifs(model: ir.Model) -> ir.Model:
     """Replace every If with a constant condition by the branch that is taken, also in subgraphs."""
-    if not any(_branch_taken(node) for node in model.graph.all_nodes()):
+    if not any(_branch_taken(node) for node in all_nodes(model.graph)):
         return model
     # This makes all names unique in the model and its subgraphs, so that nodes can move between graphs.
     names = Names.of(model)
-    for graph in list(model.graphs()):
+    for graph in list(all_graphs(model.graph)):
         waiting = list(graph)
         while waiting:
             node = waiting.pop()

@@ -17,7 +17,7 @@ from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.patterns import Match, Pattern
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import values_by_name
+from ortgrad.graph.traversal import all_nodes, values_by_name
 from ortgrad.shapes.inference import infer_types
 
 _NORMALIZED = Pattern(
@@ -40,7 +40,7 @@ def fold_normalizations(model: ir.Model, targets: Iterable[str], outputs: Iterab
     named = values_by_name(model.graph)
     kept = {named[name] for name in (*targets, *outputs)}
     names, changed = Names.later(model), False
-    for match in _NORMALIZED.find(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for match in _NORMALIZED.find(all_nodes(model.graph)):
         if not _is_foldable(match, kept):
             continue
         node, changed = match.root, True

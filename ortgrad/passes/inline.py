@@ -13,6 +13,7 @@ from ortgrad.errors import ModelError
 from ortgrad.graph.names import Names
 from ortgrad.graph.schema_functions import unchanged
 from ortgrad.graph.serialization import refill, to_proto
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.operators.schema import with_schemas
 
 
@@ -45,9 +46,9 @@ def _with_free_names(
     The pass asks before each call. It would search a free name from the number 2 on, in each call.
     """
     graph = model.graph
-    values = [value for node in graph.all_nodes() for value in node.outputs]
+    values = [value for node in all_nodes(graph) for value in node.outputs]
     names = Names(v.name for v in (*graph.inputs, *graph.initializers.values(), *values) if v.name)
-    for node in graph.all_nodes():
+    for node in all_nodes(graph):
         names.fresh(node.name or "node")
     own: dict[ir.Function, list[tuple[ir.Value | ir.Node, str]]] = {}
 

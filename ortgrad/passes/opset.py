@@ -13,6 +13,7 @@ from ortgrad.graph.names import Names
 from ortgrad.graph.old_scans import hide_old_scans, restore_scans
 from ortgrad.graph.recorder import MINIMUM_OPSET
 from ortgrad.graph.serialization import refill, to_proto
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.operators.schema import with_schemas
 from ortgrad.passes.inline import inline
 from ortgrad.shapes.inference import infer_types
@@ -45,7 +46,7 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     restore_scans(model, scans)
     if hidden:
         _restore_unknown(model, version)
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         rounding = roundings.get(node.outputs[0].name or "")
         if node.op_type == "Resize" and rounding is not None:
             # The converter leaves these at the defaults, which differ from the old operators.
@@ -63,7 +64,7 @@ def _hide_unknown(model: ir.Model, version: int) -> bool:
     """
     unknown = [
         node
-        for node in model.graph.all_nodes()
+        for node in all_nodes(model.graph)
         if node.domain == "" and not onnx.defs.has(node.op_type, version)
     ]
     for node in unknown:
@@ -76,7 +77,7 @@ def _restore_unknown(model: ir.Model, version: int) -> None:
     """Move the hidden operators back; put the definitions of those that onnxruntime knew before in place."""
     del model.opset_imports[_HIDDEN]
     names = Names.of(model)
-    for node in [node for node in model.graph.all_nodes() if node.domain == _HIDDEN]:
+    for node in [node for node in all_nodes(model.graph) if node.domain == _HIDDEN]:
         node.domain = ""
         if version > _LAST_RETIRED or find_definition(node.op_type, RETIRED) is None:
             continue
@@ -92,7 +93,7 @@ def _flatten_hardmax(model: ir.Model) -> None:
 
     The converter does this for Softmax and LogSoftmax, but not for Hardmax.
     """
-    for node in list(model.graph.all_nodes()):
+    for node in list(all_nodes(model.graph)):
         if node.op_type != "Hardmax" or node.domain != "" or node.graph is None:
             continue
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
@@ -112,7 +113,7 @@ def _flatten_hardmax(model: ir.Model) -> None:
 def _roundings(model: ir.Model) -> dict[str, str]:
     """Return by output the nearest_mode of Upsample and of Resize-10, which rounds up when it shrinks X."""
     roundings = {}
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         rounding = "floor"
         if node.op_type not in ("Upsample", "Resize"):
             continue

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.shapes.inference import infer_types
 
 
@@ -19,7 +20,7 @@ def pad_all_axes(model: ir.Model) -> ir.Model:
 
     Values keep their names.
     """
-    chosen = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _has_axes(node)]
+    chosen = [node for node in all_nodes(model.graph) if _has_axes(node)]
     if not chosen:
         return model
     names = Names.of(model)

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.traversal import RecursiveGraphIterator
 
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import constant_array, is_standard
+from ortgrad.graph.traversal import all_nodes, constant_array, is_standard
 from ortgrad.shapes.inference import infer_types
 
 _READERS = frozenset(
@@ -34,11 +33,11 @@ _READERS = frozenset(
 
 def resolve_sequences(model: ir.Model) -> ir.Model:
     """Replace nodes that read sequences of known elements or optional values of known content, in place."""
-    if not any(is_standard(node) and node.op_type in _READERS for node in model.graph.all_nodes()):
+    if not any(is_standard(node) and node.op_type in _READERS for node in all_nodes(model.graph)):
         return model
     infer_types(model)
     known = _Known(Recorder(model.opset_imports[""], Names.of(model)))
-    for node in list(RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         if is_standard(node):
             known.visit(node)
     return model

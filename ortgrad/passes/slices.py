@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import constant_array
+from ortgrad.graph.traversal import all_nodes, constant_array
 
 # The end of a slice that exporters write for "up to the last": no axis is so long.
 _END = 2**31 - 1
@@ -14,7 +14,7 @@ _END = 2**31 - 1
 
 def drop_whole_slices(model: ir.Model, kept: Collection[str]) -> ir.Model:
     """Remove slices that take everything, except for those whose results have the names `kept`."""
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for node in list(all_nodes(model.graph)):
         x, y = (node.inputs[0], node.outputs[0]) if _takes_everything(node) else (None, None)
         if x is not None and y is not None and not y.is_graph_output() and y.name not in kept:
             assert node.graph is not None

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.shapes.pool_sizes import POOLS
 
 
@@ -17,7 +18,7 @@ def state_pool_sizes(model: ir.Model) -> ir.Model:
     if model.opset_imports[""] >= _FIRST_RIGHT_OPSET:
         return model
     names = Names.later(model)
-    for node in list(model.graph.all_nodes()):
+    for node in list(all_nodes(model.graph)):
         if node.op_type not in POOLS or node.domain or not _is_inferred_wrong(node):
             continue
         op = Recorder(model.opset_imports[""], names, f"{node.outputs[0].name}/size")

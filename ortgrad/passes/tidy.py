@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from ortgrad.errors import ModelError
-from ortgrad.graph.traversal import release_captured, subgraphs
+from ortgrad.graph.traversal import all_nodes, release_captured, subgraphs
 
 
 def sort(model: ir.Model) -> ir.Model:
@@ -22,7 +22,7 @@ def remove_unused(model: ir.Model) -> ir.Model:
     """Remove nodes and opset imports that no output depends on."""
     waiting = True
     while waiting:
-        before = [node for node in model.graph.all_nodes() if subgraphs(node)]
+        before = [node for node in all_nodes(model.graph) if subgraphs(node)]
         _remove_at_once(model.graph)
         RemoveUnusedNodesPass()(model)
         removed = [node for node in before if node.graph is None]
@@ -30,7 +30,7 @@ def remove_unused(model: ir.Model) -> ir.Model:
             release_captured(node)
         # What only their subgraphs read is not needed any more either.
         waiting = bool(removed)
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         # The pass removes trailing absent inputs, but Loop must have two inputs.
         if node.op_type == "Loop" and len(node.inputs) < 2:
             node.resize_inputs(2)

@@ -18,7 +18,7 @@ from ortgrad.graph.metadata import describe_build, is_built
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
-from ortgrad.graph.traversal import values_by_name
+from ortgrad.graph.traversal import all_nodes, values_by_name
 from ortgrad.passes import Pass, run
 from ortgrad.passes.attach import attach
 from ortgrad.passes.complete import complete
@@ -287,7 +287,7 @@ def _assemble(ran: BackwardRun, finish: Sequence[Pass]) -> ir.Model:
         taken.add(results[-1])
         results[-1].shape = ran.proven[value.name or ""]
     graph.extend(op.nodes)
-    for node in graph.all_nodes():
+    for node in all_nodes(graph):
         model.opset_imports.setdefault(node.domain, 1)
     graph.outputs.extend(results)
     model = run(

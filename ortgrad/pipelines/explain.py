@@ -14,7 +14,7 @@ from ortgrad.autodiff.rules import find_rule
 from ortgrad.autodiff.stopped import stopping_nodes
 from ortgrad.graph.feeds import checked_feeds
 from ortgrad.graph.loading import ModelLike, diagnosing, load_model
-from ortgrad.graph.traversal import subgraphs
+from ortgrad.graph.traversal import all_nodes, subgraphs
 from ortgrad.pipelines.backward_graph import Request, run_backward
 from ortgrad.pipelines.build import names_of
 from ortgrad.pipelines.stops import warn_about_stops
@@ -83,7 +83,7 @@ def explain(
                 if n.op_type != "Constant" and (used is None or n in used)
             )
             reason = "" if made else "the gradient passes unchanged"
-            through = node in rounding or any(n in rounding for g in subgraphs(node) for n in g.all_nodes())
+            through = node in rounding or any(n in rounding for g in subgraphs(node) for n in all_nodes(g))
             found.append(Explanation(label, operator, made, reason, True, through, defined=defined))
         elif rule is not None and rule.function is None and node.inputs:
             reason = "no gradient flows through this operator"

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from ortgrad.compiled import machine_code
 from ortgrad.graph.serialization import read, write
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.lowering.biases import join_biases
 from ortgrad.lowering.columns import expand_with_columns
 from ortgrad.lowering.depthwise import use_depthwise
@@ -105,10 +106,7 @@ def _holds_gradients(function: ir.Function) -> bool:
     """Return whether to inline a function: inside functions, the types of gradient nodes are unknown."""
     if find_operator(function.name, function.domain):
         return False
-    return any(
-        find_operator(node.op_type, node.domain)
-        for node in ir.traversal.RecursiveGraphIterator(function.graph)
-    )
+    return any(find_operator(node.op_type, node.domain) for node in all_nodes(function.graph))
 
 
 def _with_empty_tensors(source: onnx.ModelProto) -> onnx.ModelProto:

@@ -18,7 +18,14 @@ from ortgrad.graph.metadata import OF
 from ortgrad.graph.names import Names
 from ortgrad.graph.origins import Origins, is_generated, is_lifted
 from ortgrad.graph.protos import all_graphs
-from ortgrad.graph.traversal import FLOAT_TYPES, dependencies, is_float_tensor, subgraphs, values_by_name
+from ortgrad.graph.traversal import (
+    FLOAT_TYPES,
+    all_nodes,
+    dependencies,
+    is_float_tensor,
+    subgraphs,
+    values_by_name,
+)
 from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.shapes.inference import infer_types
 
@@ -109,7 +116,7 @@ def find_targets(
 
 def find_parameters(model: ir.Model, source: onnx.ModelProto) -> list[str]:
     """Return the names of the parameters of a model, which `source` is the file of."""
-    if any(node.op_type == "CastLike" for node in model.graph.all_nodes()):
+    if any(node.op_type == "CastLike" for node in all_nodes(model.graph)):
         infer_types(model)
     hidden = _weights_in_subgraphs(model.graph, _defined(source.graph))
     return _names(_parameters(model, hidden, source, (), read_origins(source)))

@@ -128,10 +128,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         # What onnxruntime saves must be loaded again.
         internal = not options.optimized_model_filepath
         model = _undivided(lambda: _prepared(loaded, chosen, internal=internal))
+        data = _serialize(model)
         if sess_options is None:
             # The pattern is a second block for all activations, beside those of the first run. It saves two
             # microseconds in a run of a small model, and nothing in others.
-            options.enable_mem_pattern = model.ByteSize() < _SMALL_MODEL
+            options.enable_mem_pattern = len(data) < _SMALL_MODEL
         if any(map(_is_gradient_node, all_nodes(model.graph.node))):
             register(options)
         self._monitor = Monitor(
@@ -156,7 +157,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 # onnxruntime warns about every weight that can be fed, and logs errors that it also raises.
                 options.log_severity_level = _FATAL
             self._create(
-                _serialize(model),
+                data,
                 options,
                 _chosen_providers(providers, options),
                 provider_options,

@@ -10,7 +10,7 @@ from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.definitions import find_definition
 from ortgrad.errors import NodeError
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import subgraphs
+from ortgrad.graph.traversal import all_nodes, subgraphs
 from ortgrad.shapes.inference import infer_types
 
 
@@ -45,12 +45,12 @@ def _try_definition(node: ir.Node, opset: int, names: Names) -> bool:
 
 
 def _defined_nodes(model: ir.Model) -> list[ir.Node]:
-    return [n for n in model.graph.all_nodes() if find_definition(n.op_type, n.domain) is not None]
+    return [n for n in all_nodes(model.graph) if find_definition(n.op_type, n.domain) is not None]
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     """Yield the values of a model that inference applies to."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         yield from node.outputs
         for graph in subgraphs(node):
             yield from graph.inputs

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import subgraphs
+from ortgrad.graph.traversal import all_nodes, subgraphs
 from ortgrad.shapes.computed_sizes import output_sizes
 from ortgrad.shapes.known_elements import Elements
 from ortgrad.shapes.size_expressions import Size
@@ -33,7 +33,7 @@ def forget_made_up_names(graph: ir.Graph) -> None:
 
     Inference does not replace a name by another one, even if it now finds that a size is a known one.
     """
-    for value in (value for node in graph.all_nodes() for value in node.outputs):
+    for value in (value for node in all_nodes(graph) for value in node.outputs):
         if value.shape is not None and any(name.startswith(_MADE_UP) for name in _symbols(value)):
             dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
             value.shape = ir.Shape([None if str(dim).startswith(_MADE_UP) else dim for dim in dims])

@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from ortgrad.errors import ModelError
 from ortgrad.graph import protos
+from ortgrad.graph.metadata import VERSION
 from ortgrad.graph.serialization import is_known, to_proto
-from ortgrad.graph.traversal import subgraphs
+from ortgrad.graph.traversal import all_nodes, subgraphs
 from ortgrad.operators.schema import with_schemas
 from ortgrad.shapes.attention_sizes import hide_unknown_lengths
 from ortgrad.shapes.element_sizes import forget_element_sizes, hide_initial_sizes
@@ -31,6 +32,22 @@ def infer_types(model: ir.Model) -> None:
     while fill_in_shapes(model.graph):
         _infer(model)
     name_equal_sizes(model.graph)
+
+
+def is_inferred(model: ir.Model) -> bool:
+    """Return whether nothing is left to infer.
+
+    This is so if this version of build_gradient_model made the model, and all values have types and shapes:
+    nobody has added nodes since then without stating what they compute.
+    """
+    from ortgrad import __version__
+
+    return model.metadata_props.get(VERSION) == __version__ and all(
+        value.type is not None and value.shape is not None
+        for node in all_nodes(model.graph)
+        for value in node.outputs
+        if value.name
+    )
 
 
 def _infer(model: ir.Model) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import FLOAT_TYPES, constant_tensor, is_standard
+from ortgrad.graph.traversal import FLOAT_TYPES, all_nodes, constant_tensor, is_standard
 
 # Larger tensors are not shapes.
 _LARGEST = 1000
@@ -29,7 +29,7 @@ def fold_known_values(model: ir.Model, wrt: Sequence[str] | None) -> bool:
     Types and shapes must be proven. Floating-point values are not replaced, and those that `wrt` may name do
     not count as known.
     """
-    found = [(node, i) for node in model.graph.all_nodes() for i in _deciding(node)]
+    found = [(node, i) for node in all_nodes(model.graph) for i in _deciding(node)]
     if not found:
         return False
     known = _Evaluation(model.opset_imports[""], wrt or ())

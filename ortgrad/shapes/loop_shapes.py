@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import all_nodes
 from ortgrad.shapes.equal_sizes import forget_made_up_names
 from ortgrad.shapes.inference import infer_types
 
@@ -56,7 +57,7 @@ def _assuming(model: ir.Model, shapes: Shapes) -> ir.Model:
 
 
 def _loops(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Graph]]:
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in all_nodes(model.graph):
         if node.op_type == "Loop" and node.domain == "":
             yield node, node.attributes["body"].as_graph()
 

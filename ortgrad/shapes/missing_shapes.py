@@ -12,7 +12,8 @@ from collections.abc import Callable
 import onnx
 import onnx_ir as ir
 
-from ortgrad.graph.protos import all_nodes
+from ortgrad.graph import protos
+from ortgrad.graph.traversal import all_nodes
 
 Result = tuple[ir.DataType, ir.Shape]
 
@@ -23,7 +24,7 @@ def fill_in_shapes(graph: ir.Graph) -> bool:
     onnx keeps the type of an intermediate value only together with its shape.
     """
     found = False
-    for node in graph.all_nodes():
+    for node in all_nodes(graph):
         function = _FUNCTIONS.get((node.domain, node.op_type))
         x = node.inputs[0] if function is not None and node.inputs else None
         if function is None or x is None or x.shape is None or x.dtype is None:
@@ -37,7 +38,7 @@ def fill_in_shapes(graph: ir.Graph) -> bool:
 
 def write_out_sides(graph: onnx.GraphProto) -> None:
     """Give every STFT node the attribute `onesided`, in place, for shape inference only."""
-    for node in all_nodes(graph.node):
+    for node in protos.all_nodes(graph.node):
         is_stft = node.op_type == "STFT" and node.domain in ("", "ai.onnx")
         if is_stft and not any(attribute.name == "onesided" for attribute in node.attribute):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import dependencies, subgraphs
+from ortgrad.graph.traversal import all_nodes, dependencies, subgraphs
 from ortgrad.shapes.defined_types import infer_defined_types
 from ortgrad.shapes.loop_shapes import infer_loop_shapes
 from ortgrad.shapes.required_ranks import apply_required_ranks
@@ -52,7 +52,7 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
     """Replace all shapes but those of the model's inputs by inferred ones; returns what was declared."""
     declared = Declared()
     values: list[ir.Value] = []
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         values += node.outputs
         for graph in subgraphs(node):
             # The first two inputs of a Loop's body keep their shapes, because onnxruntime needs them.
@@ -65,7 +65,7 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
         if value.shape is not None and isinstance(value.type, ir.TensorType):
             declared.ranks[value] = len(value.shape)
         value.shape = None
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
             _keep_ranks(node, declared.ranks)
     infer_further_shapes(model)

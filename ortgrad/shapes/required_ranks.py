@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.traversal import dependencies, subgraphs
+from ortgrad.graph.traversal import all_nodes, dependencies, subgraphs
 from ortgrad.operators.declaration import DOMAIN
 
 # rank(value) = rank(other) + offset, or rank(value) = offset if there is no other.
@@ -27,7 +27,7 @@ def apply_required_ranks(model: ir.Model, outputs: Iterable[ir.Value]) -> bool:
     Types and shapes must be inferred already. A node in a subgraph may never run, so it proves the ranks of
     values of that subgraph only.
     """
-    values = (value for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs))
+    values = (value for node in all_nodes(model.graph) for value in (*node.inputs, *node.outputs))
     if not any(value is not None and _lacks_rank(value) for value in values):
         return False
     relations = list(_relations(model.graph, outputs, model.opset_imports[""]))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortgrad.graph.traversal import all_graphs
 from ortgrad.lowering.fusion.expressions import TABLE
 from ortgrad.lowering.fusion.fusable import infer_broadcast, known_shape
 
 
 def drop_copies(model: ir.Model) -> ir.Model:
     """Let the nodes of the model and its subgraphs read the original of a copy."""
-    for graph in list(model.graphs()):
+    for graph in list(all_graphs(model.graph)):
         gone = []
         for node in graph:
             infer_broadcast(node)

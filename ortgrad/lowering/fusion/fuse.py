@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_values
-from ortgrad.graph.traversal import dependencies
+from ortgrad.graph.traversal import all_graphs, all_nodes, dependencies
 from ortgrad.lowering.constants import constant_values
 from ortgrad.lowering.fusion.copies import drop_copies
 from ortgrad.lowering.fusion.expressions import TABLE
@@ -46,7 +46,7 @@ def fuse(model: ir.Model) -> ir.Model:
     names = Names.of(model)
     constant = constant_values(model)
     fused = False
-    for graph in list(model.graphs()):
+    for graph in list(all_graphs(model.graph)):
         fused |= _fuse_graph(graph, names, constant)
     if fused:
         model.opset_imports.setdefault(DOMAIN, 1)
@@ -55,7 +55,7 @@ def fuse(model: ir.Model) -> ir.Model:
 
 def _knows_little(model: ir.Model) -> bool:
     """Return whether most shapes of element-wise results are unknown; inference takes its time."""
-    values = [node.outputs[0] for node in model.graph.all_nodes() if node.op_type in TABLE]
+    values = [node.outputs[0] for node in all_nodes(model.graph) if node.op_type in TABLE]
     return 2 * sum(known_shape(value) is None for value in values) > len(values)
 
 
