@@ -51,7 +51,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """The seconds left; negative if time ran out."""
+        """The seconds left; negative if time has run out."""
         return float(self._end - time.monotonic())
 
 
@@ -76,7 +76,7 @@ class Comparison:
     def compare(self, names: Sequence[str], add: Callable[[Row], None]) -> None:
         """Call `add` with the verdict on the gradient with respect to each of the targets, in any order."""
         waiting = self._groups(names)
-        # Halves of a group wait until all others have been looked at.
+        # The halves of a group wait until all other groups have been compared.
         while waiting:
             group = waiting.popleft()
             if len(group) == 1:
@@ -105,7 +105,7 @@ class Comparison:
         if self._clock.left <= 0:
             return not_judged(TIME_OUT)
         first, passes = self._objective.first, len(self._objective.passes)
-        # If those in double are right, gradients that are close to them are right as well.
+        # If the gradients in double are right, gradients that are close to them are right as well.
         close = passes > 1 and all(self._close(first, name) for name in names)
         found = []
         for _ in range(GROUP_DIRECTIONS):
@@ -183,7 +183,7 @@ class Comparison:
     def _without_doubt(self, verdict: Verdict, kind: str, imprecision: float) -> Verdict:
         """Return the verdict on a gradient that is wrong, unless the model is too imprecise in its own types.
 
-        `imprecision` is what is known already of it.
+        `imprecision` is the part of that imprecision that is known already.
         """
         unrelated = self._objective.forward.single or kind == "float64" or not np.isfinite(verdict.error)
         if not verdict.wrong or unrelated:
@@ -221,7 +221,7 @@ class Comparison:
         function = objective.along(point, directions)
         differences = Differences(function, forward.steps, rounding, single=single)
         verdicts: list[Verdict] = []
-        # Backwards, because little is measured of other gradients if those in double are right.
+        # Backwards, because the other gradients need few measurements if those in double are right.
         for number in range(len(point.gradients) - 1, -1, -1):
             gradients, tolerance = point.gradients[number], self._tolerance
             if tolerance is None:

@@ -57,7 +57,7 @@ class Differences:
         self._rounding = rounding
         self._single = single
         self._measured: Derivative | None = None
-        self.quick = _total(function(steps.quick), function(-steps.quick)) / (2 * steps.quick)
+        self.quick = central(function, steps.quick)
 
     def measure(self, enough: float) -> Derivative:
         """Return the derivative from the steps `few`, or from all if its error exceeds `enough`; cached."""
@@ -85,7 +85,7 @@ def noise_of(function: Callable[[float], np.ndarray]) -> float:
     """Return the standard deviation of the noise of `sum(function(t))` near 0.
 
     Differences of order k of a smooth function vanish with the k-th power of the step. Those of noise with
-    the deviation s have the variance s^2 (2k)! / (k!)^2 (More and Wild, Estimating computational noise).
+    standard deviation s have the variance s^2 (2k)! / (k!)^2 (More and Wild, Estimating computational noise).
     """
     middle = function(0.0)
     half = NOISE_POINTS // 2
@@ -94,7 +94,7 @@ def noise_of(function: Callable[[float], np.ndarray]) -> float:
     for k in range(1, NOISE_POINTS - 1):
         table = np.diff(table)
         found.append(float(np.sqrt(np.mean(table**2) / math.comb(2 * k, k))))
-    # The first orders still hold the slope and the curvature.
+    # The first orders still contain the slope and the curvature.
     return max(found[2:])
 
 
@@ -112,18 +112,23 @@ def derivative(
     `plateaus`, steps that do not change the sum at all are attributed to rounding and ignored.
     """
     middle = function(0.0)
-    central, jumps = [], []
+    slopes, jumps = [], []
     for step in steps:
         ahead, behind = function(step), function(-step)
-        central.append(_total(ahead, behind) / (2 * step))
+        slopes.append(_total(ahead, behind) / (2 * step))
         jumps.append((_total(ahead, middle) - _total(middle, behind)) / step)
     if plateaus:
-        central = [value or np.nan for value in central]
+        slopes = [value or np.nan for value in slopes]
     floors = rounding / np.asarray(steps)
     # The truncation error is of order 2 in the step for central differences, of order 1 for the jump.
-    value, error = _most_confirmed(_extrapolated(central, RATIO**2), floors)
+    value, error = _most_confirmed(_extrapolated(slopes, RATIO**2), floors)
     jump, uncertainty = _most_confirmed(_extrapolated(jumps, RATIO), floors)
     return Derivative(value, SAFETY * error, abs(jump) if abs(jump) > 2 * SAFETY * uncertainty else 0.0)
+
+
+def central(function: Callable[[float], np.ndarray], step: float) -> float:
+    """Return the central difference of `sum(function(t))` at 0; NaN if the function changes its shape."""
+    return _total(function(step), function(-step)) / (2 * step)
 
 
 def rounding_of(precision: str, *, single: bool) -> float:

@@ -1,4 +1,4 @@
-"""Operators that onnxruntime has in float only, written in operators that it also has in double.
+"""Operators that onnxruntime has in float only, written with operators that it also has in double.
 
 They are slower and need more memory, but they run a model and its gradients in double on onnxruntime.
 """
@@ -25,7 +25,7 @@ from ortgrad.graph.serialization import read, write
 from ortgrad.passes.opset import at_minimum_opset
 from ortgrad.shapes.inference import infer_types
 
-LARGEST_KERNEL = 16  # elements for each of which there is a product; larger ones need columns
+LARGEST_KERNEL = 16  # elements; up to this size there is a product for each, which is faster than columns
 SERIES, FRACTION = 40, 60  # terms of the error function, below and above 2
 END = np.iinfo(np.int64).max
 
@@ -33,7 +33,7 @@ Form = Callable[[Recorder, NodeView], ir.Value]
 
 
 def with_double_forms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with double forms of nodes in double, as far as there are some."""
+    """Return the model with its nodes in double replaced by double forms, where there are any."""
     if not any(node.op_type in FORMS for node in model.graph.node):
         return model
     changed = at_minimum_opset(read(model))
@@ -54,7 +54,7 @@ def with_double_forms(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _conv(op: Recorder, node: NodeView) -> ir.Value:
-    """The sum over the elements of the kernel: W[..., k] @ the part of X that it meets."""
+    """The sum over the elements k of the kernel of W[..., k] @ the part of X that it meets."""
     x, w, b = node.input(0), node.input(1), node.optional(2)
     dims = [] if w.shape is None else [dim for dim in w.shape if isinstance(dim, int)]
     if w.shape is None or len(dims) < len(w.shape):
@@ -117,7 +117,7 @@ def _columns(op: Recorder, node: NodeView, x: ir.Value, size: Sequence[int]) -> 
     x, strides, gaps = _padded(op, node, x, len(size))
     lengths = []
     for i, (k, step, gap) in enumerate(zip(size, strides, gaps, strict=True)):
-        axis = 2 + 2 * i  # every axis before this one has become two
+        axis = 2 + 2 * i  # each axis before this one has become two
         length = op.Gather(op.Shape(x), np.int64(axis), axis=0)
         starts = op.Range(np.int64(0), length - np.int64((k - 1) * gap), np.int64(step))
         lengths.append(op.Shape(starts))

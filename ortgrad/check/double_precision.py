@@ -36,10 +36,10 @@ FLOAT_BY_DEFAULT = {
 def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with double tensors.
 
-    Operators that have no double version are replaced by what defines them, as far as that is known; casts
-    to float are put around the others.
+    Operators that have no double version are replaced by their definitions, if there are any; casts to float
+    are put around the others.
     """
-    # Functions are inlined: they have no types, and attributes that refer to those of the caller.
+    # Functions are inlined: they have no types, and attributes that refer to the caller's.
     double = _with_definitions(_without_functions(model))
     opsets = {o.domain: o.version for o in double.opset_import}
     with_schemas(_convert_graph, double.graph, low_values(double), opsets)
@@ -48,7 +48,11 @@ def in_double(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def low_values(model: onnx.ModelProto) -> set[str]:
     """Return the names of values in float32 or less, including those in subgraphs."""
-    return _low_values(with_schemas(onnx.shape_inference.infer_shapes, model).graph)
+    found = set()
+    for graph in all_graphs(with_schemas(onnx.shape_inference.infer_shapes, model).graph):
+        found |= {v.name for v in declared_values(graph) if v.type.tensor_type.elem_type in LOW}
+        found |= {tensor.name for tensor in graph.initializer if tensor.data_type in LOW}
+    return found
 
 
 def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -75,7 +79,7 @@ def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
     names = Names.of(defined)
     for node in list(defined.graph):
         if any(value.name in narrow for value in node.outputs):
-            # Those that remain as they are get casts.
+            # Nodes that remain as they are get casts.
             with suppress(NodeError):
                 put_definition(node, defined.opset_imports[""], names)
     infer_defined_types(defined)
@@ -90,15 +94,6 @@ def _is_narrow(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> b
         return node.domain == "com.microsoft"
     schema = onnx.defs.get_schema(node.op_type, version, node.domain)
     return bool(_needing_casts(node.input, schema.inputs, low))
-
-
-def _low_values(graph: onnx.GraphProto) -> set[str]:
-    """Return the names of values that become double, including those in subgraphs."""
-    found = set()
-    for inner in all_graphs(graph):
-        found |= {v.name for v in declared_values(inner) if v.type.tensor_type.elem_type in LOW}
-        found |= {tensor.name for tensor in inner.initializer if tensor.data_type in LOW}
-    return found
 
 
 def _convert_graph(graph: onnx.GraphProto, low: set[str], opsets: dict[str, int]) -> None:

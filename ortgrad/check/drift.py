@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 
 from ortgrad.check.double_precision import low_values
-from ortgrad.check.running import CannotRunError, Run, on_onnxruntime
+from ortgrad.check.running import CannotRunError, Run, on_onnxruntime, with_outputs
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.feeds import Arrays
-from ortgrad.graph.protos import copy_of
 
 AT_ONCE = 64  # values that are kept in memory
 
@@ -33,20 +32,12 @@ def drift_between(
     for start in range(0, len(names), AT_ONCE):
         chosen = names[start : start + AT_ONCE]
         try:
-            left, right = (
-                run(feeds) for run in (on_onnxruntime(_with(own, chosen)), make(_with(double, chosen)))
-            )
+            left = on_onnxruntime(with_outputs(own, chosen))(feeds)
+            right = make(with_outputs(double, chosen))(feeds)
         except (CannotRunError, OrtgradError):
             return np.inf
         worst = max(worst, *(_distance(left[name], right[name]) for name in chosen))
     return worst
-
-
-def _with(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
-    exposed = copy_of(model)
-    del exposed.graph.output[:]
-    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    return exposed
 
 
 def _distance(left: np.ndarray, right: np.ndarray) -> float:

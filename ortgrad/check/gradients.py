@@ -36,8 +36,8 @@ def check_gradients(
     floating-point outputs. With `per_node`, every node between `wrt` and `of` is also checked on its own, on
     the values that it receives in the model. `progress(done, total, name)` is called once at the start, and
     after every gradient and node. If the forward pass is slow, gradients are checked in groups that move
-    together. After about `seconds` (None: without a limit), what is left is not judged; the nodes have as
-    much time again.
+    together. After about `seconds` (None: no limit), what is left is not judged; the nodes get the same time
+    again.
 
     The forward pass runs on onnxruntime if it has double kernels, else on onnx's reference implementation,
     else in single precision; the result says which. The gradients are computed in the model's own types and,

@@ -24,7 +24,7 @@ from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, copy_of
 class Handle(NamedTuple):
     """The input through which a target is fed, its value there, and the size of the target.
 
-    For an intermediate value, the feed is added to the value, so `value` is zero.
+    For an intermediate value, the feed is added to it, so `value` is zero.
     """
 
     feed: str
@@ -96,7 +96,7 @@ def make_forward(
             return way
         found.append((way, results))
     if len(found) == 2 and all(_agree(found[0][1][k], found[1][1][k]) for k in outputs):
-        # Two independent implementations agree in double, so the model in its own types is inaccurate.
+        # Two independent implementations agree in double, so the model is inaccurate in its own types.
         return found[0][0]
     # A model that is already in double is precise in its own types.
     wide = all(expected[k].dtype == np.float64 for k in outputs)

@@ -9,9 +9,9 @@ from functools import cache
 
 import numpy as np
 
-from ortgrad.check.differences import rounding_of
+from ortgrad.check.differences import central, rounding_of
 from ortgrad.check.numeric_forward import Forward, size_of
-from ortgrad.check.running import Backward, CannotRunError
+from ortgrad.check.running import Backward, CannotRunError, Run
 from ortgrad.errors import ModelError
 from ortgrad.graph.feeds import Arrays
 
@@ -76,18 +76,23 @@ class Objective:
             self._beside[number] = self._moved(upwards=number % 2 == 1)
         return self._beside[number]
 
-    def along(self, point: Point, directions: Arrays) -> Callable[[float], np.ndarray]:
-        """Return the terms of the sum as a function of the distance that targets move in directions."""
+    def along(
+        self, point: Point, directions: Arrays, run: Run | None = None
+    ) -> Callable[[float], np.ndarray]:
+        """Return the terms of the sum as a function of the distance that targets move in directions.
+
+        They are computed by `forward.run`, or by `run`. Where the model does not run, they are NaN.
+        """
         feeds = {name: self.forward.handles[name].feed for name in directions}
         values = {name: point.feeds[feed].astype(np.float64) for name, feed in feeds.items()}
 
         @cache
         def function(t: float) -> np.ndarray:
-            if not t:
+            if not t and run is None:
                 return point.base
             moved = {feeds[name]: values[name] + t * directions[name] for name in directions}
             try:
-                return self._terms({**point.feeds, **moved})
+                return self._weighted((run or self.forward.run)({**point.feeds, **moved}))
             except CannotRunError:
                 return np.full(1, np.nan)
 
@@ -95,19 +100,7 @@ class Objective:
 
     def own_slope(self, point: Point, directions: Arrays, step: float) -> float:
         """Return the central difference of the forward pass in the model's own types."""
-        sides = []
-        for sign in (1.0, -1.0):
-            moved = {}
-            for name, direction in directions.items():
-                feed = self.forward.handles[name].feed
-                moved[feed] = point.feeds[feed].astype(np.float64) + sign * step * direction
-            try:
-                sides.append(self._weighted(self.forward.own({**point.feeds, **moved})))
-            except CannotRunError:
-                return np.nan
-        if sides[0].shape != sides[1].shape:
-            return np.nan
-        return float(np.sum(sides[0] - sides[1])) / (2 * step)
+        return central(self.along(point, directions, self.forward.own), step)
 
     def noise(self, point: Point, number: int, directions: Arrays) -> float:
         """Return how much the slope of a backward pass changes if all values are rounded differently."""
@@ -158,13 +151,10 @@ class Objective:
             sign = 1.0 if upwards else self._generator.choice([-1.0, 1.0], array.shape)
             moved[name] = np.asarray(array.astype(np.float64) + size_of(array) * shift * sign, array.dtype)
         try:
-            point = self._point(moved, self._terms(moved))
+            point = self._point(moved, self._weighted(self.forward.run(moved)))
         except (CannotRunError, ModelError):
             return None
         return point if point.base.shape == self.first.base.shape and np.isfinite(point.base).all() else None
-
-    def _terms(self, feeds: Arrays) -> np.ndarray:
-        return self._weighted(self.forward.run(feeds))
 
     def _weighted(self, results: Arrays) -> np.ndarray:
         parts = []
@@ -178,7 +168,7 @@ class Objective:
 
 
 def distance(gradient: np.ndarray, double: np.ndarray) -> float:
-    """Return the relative difference of a gradient from that in double: of all elements, or the largest."""
+    """Return the relative difference from the gradient in double, by norm or by the largest element."""
     if gradient.shape != double.shape:
         return np.inf
     with np.errstate(invalid="ignore", over="ignore"):

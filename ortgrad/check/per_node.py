@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ortgrad.autodiff.rules import find_rule
 from ortgrad.check.comparison import Clock
-from ortgrad.check.reachable import not_differentiable
+from ortgrad.check.reachable import PathNode
 from ortgrad.check.result import GradientCheck, Row
 from ortgrad.check.running import values_of
 from ortgrad.check.verdicts import TIME_OUT
 from ortgrad.errors import OrtgradError
 from ortgrad.graph.feeds import Arrays, typed
 from ortgrad.graph.loading import one_line
-from ortgrad.graph.protos import FLOATS, declared_values, dependencies
-from ortgrad.operators.schema import with_schemas
+from ortgrad.graph.protos import dependencies
 from ortgrad.pipelines.stops import quiet_stops
-
-
-class PathNode(NamedTuple):
-    """A node with the outputs `of` and the inputs `wrt` between which a gradient flows."""
-
-    node: onnx.NodeProto
-    wrt: list[str]
-    of: list[str]
-
-
-def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> list[PathNode]:
-    """Return the nodes of the main graph through which a gradient flows."""
-    inferred = with_schemas(onnx.shape_inference.infer_shapes, proto)
-    values = declared_values(inferred.graph)
-    other = {v.name for v in values if v.type.tensor_type.elem_type not in FLOATS}
-    active, needed = set(targets), set(outputs)
-    for node in proto.graph.node:
-        reads = active.intersection(dependencies(node))
-        rule = find_rule(node.op_type, node.domain)
-        if reads:
-            # What is computed from quantized tensors may be one, and they have gradients.
-            quantized = (rule is not None and rule.scales is not None) or reads & other
-            active.update(name for name in node.output if name and (quantized or name not in other))
-    found = []
-    for node in reversed(proto.graph.node):
-        of = [name for name in node.output if name in needed and name in active]
-        fixed = not_differentiable(node, proto)
-        wrt = [name for name in dependencies(node) if name in active and name not in fixed]
-        if of and wrt:
-            needed.update(wrt)
-            if not other.intersection((*of, *wrt)):
-                found.append(PathNode(node, wrt, of))
-    return found[::-1]
 
 
 def intermediate_values(proto: onnx.ModelProto, marked: onnx.ModelProto, feeds: Arrays) -> Arrays:
@@ -73,8 +37,8 @@ def check_nodes(
 ) -> list[Row]:
     """Return a row for every node, from `check`, which is check_gradients with its options.
 
-    Nodes that differ from another one only in the values they receive wait until those of all kinds have been
-    checked, because time may run out. `report` is called with the name of every node when it is checked.
+    Nodes that differ only in the values that they receive are of one kind. One node of each kind is checked
+    first, because time may run out. `report` is called with the name of every node when it is checked.
     """
     kinds: dict[Hashable, list[int]] = {}
     for i, item in enumerate(items):
@@ -91,7 +55,7 @@ def check_nodes(
 
 
 def _kind(item: PathNode, values: Arrays) -> Hashable:
-    """Return what two nodes have in common that differ only in the elements of their operands."""
+    """Return a key that is equal for nodes that differ only in the elements of their operands."""
     node = item.node
     shapes = tuple((np.shape(values[k]), str(getattr(values[k], "dtype", ""))) for k in dependencies(node))
     attributes = tuple(sorted(attribute.SerializeToString() for attribute in node.attribute))

@@ -17,12 +17,11 @@ from ortgrad.check.double_precision import in_double
 from ortgrad.check.gradients import check_gradients
 from ortgrad.check.numeric_forward import make_forward
 from ortgrad.check.objective import Objective
-from ortgrad.check.per_node import check_nodes, intermediate_values, nodes_between
+from ortgrad.check.per_node import check_nodes, intermediate_values
 from ortgrad.check.random_feeds import complete_feeds, describe_type
 from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
-from ortgrad.check.reachable import differentiable
+from ortgrad.check.reachable import differentiable, nodes_between, rounding_behind
 from ortgrad.check.result import GradientCheck, Row
-from ortgrad.check.rounding import rounding_behind
 from ortgrad.check.running import Backward
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays

@@ -16,7 +16,7 @@ from ortgrad.errors import ModelError
 from ortgrad.graph.feeds import Arrays, numpy_type, refuse_foreign, typed
 from ortgrad.graph.protos import FLOATS
 
-LARGEST_INPUT = 1 << 30  # the limit of elements drawn for one input
+LARGEST_INPUT = 1 << 30  # elements drawn for one input, at most
 
 Distribution: TypeAlias = "Callable[[np.random.Generator, Sequence[int]], np.ndarray]"
 # Tried in order until the model runs and its outputs are finite.
@@ -25,8 +25,8 @@ DISTRIBUTIONS: Sequence[Distribution] = (
     lambda generator, shape: generator.uniform(0.2, 0.8, shape),
     lambda generator, shape: generator.uniform(1.2, 2.0, shape),
 )
-# Unknown sizes, tried in order: distinct ones (0), equal ones for models in which dimensions of different
-# names must agree, larger ones for images and signals. The first dimension stays small.
+# Unknown sizes, tried in order: distinct sizes (0), equal sizes for models in which dimensions of different
+# names must agree, larger sizes for images and signals. The first dimension stays small.
 SIZES = (0, 2, 32, 64, 320, 4096)
 SMALL = 2
 LARGEST_DRAWN = 1 << 22  # elements of all drawn inputs together, except for the first sizes

@@ -6,15 +6,20 @@ on chance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx_ir as ir
+from onnx import helper, numpy_helper
 
+from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import ModelError
-from ortgrad.graph.protos import BOOL, DOUBLE, FLOAT, all_nodes, copy_of, subgraphs
+from ortgrad.graph.attributes import attributes_of
+from ortgrad.graph.gradient_nodes import put_in_place
+from ortgrad.graph.names import Names
+from ortgrad.graph.protos import BOOL, DOUBLE, all_nodes, subgraphs
+from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
 from ortgrad.passes.inline import inline
 from ortgrad.passes.opset import at_minimum_opset
@@ -27,8 +32,6 @@ OTHERS = frozenset(["BiasDropout", "BitmaskDropout", "BitmaskBiasDropout"])
 # Larger seeds are marks: `with_fixed_draws` fixes the results of nodes with such a seed.
 FIRST_MARK = 1 << 20
 PRIME = (1 << 31) - 1
-# The default element types; other operators use that of their input.
-DEFAULT_TYPES = {"RandomNormal": FLOAT, "RandomUniform": FLOAT, "Multinomial": TensorProto.INT32}
 
 
 def with_marked_draws(
@@ -64,9 +67,20 @@ def with_fixed_draws(model: onnx.ModelProto) -> onnx.ModelProto:
     The results are computed from the seed and the position with integers. This works for any shape and inside
     subgraphs, and gives the same results in every precision.
     """
-    fixed = copy_of(model)
-    _fix_graph(fixed.graph)
-    return fixed
+    fixed = read(model)
+    names, opset = Names.of(fixed), fixed.opset_imports[""]
+    for node in list(fixed.graph.all_nodes()):
+        if node.op_type not in GENERATORS | {"Dropout"}:
+            continue
+        view = NodeView(node, attributes_of(node, opset))
+        mark = view.attribute("seed", 0)
+        if mark < FIRST_MARK:
+            continue
+        op = Recorder(opset, names, f"{next(value.name for value in node.outputs if value.name)}.drawn")
+        drawn = _dropout if node.op_type == "Dropout" else _generated
+        with op.arithmetic():
+            put_in_place(node, [], op, drawn(op, view, int(mark)))
+    return write(fixed, model)
 
 
 def training_switches(model: onnx.ModelProto) -> set[str]:
@@ -115,112 +129,54 @@ def _name(node: onnx.NodeProto) -> str:
     return node.name or str(node.output[0])
 
 
-def _fix_graph(graph: onnx.GraphProto) -> None:
-    nodes = list(graph.node)
-    del graph.node[:]
-    for node in nodes:
-        for inner in subgraphs(node):
-            _fix_graph(inner)
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name}
-        mark = attributes.get("seed", 0.0)
-        if node.op_type in GENERATORS | {"Dropout"} and mark >= FIRST_MARK:
-            graph.node.extend(_Draw(node, attributes, int(mark)).nodes)
+def _generated(op: Recorder, node: NodeView, seed: int) -> Sequence[ir.Value]:
+    """Return the results of a random generator in its element type."""
+    if node.op_type == "Bernoulli":
+        chance = op.Cast(node.input(0), to=DOUBLE)
+        drawn = op.Less(_uniform(op, op.Shape(node.input(0)), seed), chance)
+    elif node.op_type == "Multinomial":
+        # All classes are equally probable: no gradient depends on the distribution.
+        batch = op.Shape(node.input(0), start=0, end=1)
+        uniform = _uniform(op, op.Concat(batch, [node.attribute("sample_size")], axis=0), seed)
+        drawn = op.Floor(uniform * op.Cast(op.Shape(node.input(0), start=1, end=2), to=DOUBLE))
+    else:
+        given = node.attribute("shape")
+        shape = op.Shape(node.input(0)) if given is None else op.constant(np.array(given, np.int64))
+        if node.op_type.startswith("RandomNormal"):
+            drawn = _normal(op, shape, seed) * node.attribute("scale") + node.attribute("mean")
         else:
-            graph.node.append(node)
+            low, high = node.attribute("low"), node.attribute("high")
+            drawn = _uniform(op, shape, seed) * (high - low) + low
+    element = node.attribute("dtype")
+    return [op.CastLike(drawn, node.input(0)) if element is None else op.Cast(drawn, to=element)]
 
 
-class _Draw:
-    """The nodes that replace a random node."""
+def _dropout(op: Recorder, node: NodeView, seed: int) -> Sequence[ir.Value]:
+    """Return the results of a Dropout: its input with some elements dropped, and the mask of the others."""
+    x, ratio = node.input(0), node.optional(1)
+    training = op.Reshape(node.input(2), np.zeros(0, np.int64))
+    scalar = op.constant(np.array(0.5)) if ratio is None else op.Reshape(ratio, np.zeros(0, np.int64))
+    wide = op.Cast(scalar, to=DOUBLE)
+    keep = op.Or(op.GreaterOrEqual(_uniform(op, op.Shape(x), seed), wide), op.Not(training))
+    scale = op.Where(training, 1.0 / (1.0 - wide), op.constant(np.array(1.0)))
+    return op.Where(keep, x, 0.0) * op.CastLike(scale, x), keep
 
-    def __init__(self, node: onnx.NodeProto, attributes: Mapping[str, Any], seed: int) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self._node = node
-        self._attributes = attributes
-        self._seed = seed
-        self._prefix = f"{node.output[0] or node.output[1]}.drawn"
-        if node.op_type == "Dropout":
-            self._dropout()
-            return
-        draw = {"Bernoulli": self._bernoulli, "Multinomial": self._multinomial}
-        normal = node.op_type.startswith("RandomNormal")
-        value = draw.get(node.op_type, self._random_normal if normal else self._random_uniform)()
-        element = attributes.get("dtype", DEFAULT_TYPES.get(node.op_type))
-        if element is None:
-            self._add("CastLike", value, node.input[0], output=node.output[0])
-        else:
-            self._add("Cast", value, output=node.output[0], to=element)
 
-    def _dropout(self) -> None:
-        data, ratio, training = [*self._node.input, ""][:3]
-        scalar = self._constant(np.zeros(0, np.int64))
-        training = self._add("Reshape", training, scalar)
-        ratio = self._add("Reshape", ratio, scalar) if ratio else self._constant(np.array(0.5))
-        wide = self._add("Cast", ratio, to=DOUBLE)
-        drawn = self._add("GreaterOrEqual", self._uniform(self._add("Shape", data)), wide)
-        keep = self._add("Or", drawn, self._add("Not", training))
-        one, zero = self._constant(np.array(1.0)), self._constant(np.array(0.0))
-        scale = self._add("Where", training, self._add("Div", one, self._add("Sub", one, wide)), one)
-        kept = self._add("Where", keep, data, self._add("CastLike", zero, data))
-        scaled = self._add("Mul", kept, self._add("CastLike", scale, data))
-        for source, output in zip((scaled, keep), self._node.output, strict=False):
-            if output:
-                self._add("Identity", source, output=output)
+def _normal(op: Recorder, shape: ir.Value, seed: int) -> ir.Value:
+    """Return doubles from a normal distribution, by the Box-Muller transform."""
+    radius = op.Sqrt(op.Log(_uniform(op, shape, seed)) * -2.0)
+    turn: ir.Value = op.Cos(_uniform(op, shape, seed, stream=1) * (2 * np.pi))
+    return radius * turn
 
-    def _bernoulli(self) -> str:
-        chance = self._add("Cast", self._node.input[0], to=DOUBLE)
-        return self._add("Less", self._uniform(self._shape()), chance)
 
-    def _multinomial(self) -> str:
-        """Draw all classes with equal probability: no gradient depends on the distribution."""
-        batch = self._add("Shape", self._node.input[0], start=0, end=1)
-        samples = self._constant(np.array([self._attributes.get("sample_size", 1)]))
-        drawn = self._uniform(self._add("Concat", batch, samples, axis=0))
-        classes = self._add("Shape", self._node.input[0], start=1, end=2)
-        return self._add("Floor", self._add("Mul", drawn, self._add("Cast", classes, to=DOUBLE)))
-
-    def _random_uniform(self) -> str:
-        low, high = self._attributes.get("low", 0.0), self._attributes.get("high", 1.0)
-        return self._scaled(self._uniform(self._shape()), high - low, low)
-
-    def _random_normal(self) -> str:
-        """Draw from a normal distribution with the Box-Muller transform."""
-        shape = self._shape()
-        radius = self._add("Sqrt", self._scaled(self._add("Log", self._uniform(shape)), -2.0, 0.0))
-        turn = self._add("Cos", self._scaled(self._uniform(shape), 2 * np.pi, 0.0))
-        normal = self._add("Mul", radius, turn)
-        return self._scaled(normal, self._attributes.get("scale", 1.0), self._attributes.get("mean", 0.0))
-
-    def _shape(self) -> str:
-        if "shape" in self._attributes:
-            return self._constant(np.array(self._attributes["shape"], np.int64))
-        return self._add("Shape", self._node.input[0])
-
-    def _scaled(self, value: str, factor: float, shift: float) -> str:
-        scaled = self._add("Mul", value, self._constant(np.array(factor)))
-        return self._add("Add", scaled, self._constant(np.array(shift)))
-
-    def _uniform(self, shape: str) -> str:
-        """Return doubles in (0, 1): a polynomial of the position modulo a prime, squared in three rounds."""
-        count = self._add("Size", self._add("ConstantOfShape", shape))
-        number = self._add("Range", self._whole(0), count, self._whole(1))
-        state = self._modulo(self._add("Add", number, self._whole(self._seed * 7919 + len(self.nodes) * 31)))
-        for factor in (48271, 69621, 16807):
-            state = self._modulo(self._add("Mul", state, self._whole(factor)))
-            state = self._modulo(self._add("Mul", state, state))
-            state = self._modulo(self._add("Add", state, number))
-        drawn = self._scaled(self._add("Cast", state, to=DOUBLE), 1 / PRIME, 0.5 / PRIME)
-        return self._add("Reshape", drawn, shape, allowzero=1)
-
-    def _modulo(self, value: str) -> str:
-        return self._add("Mod", value, self._whole(PRIME))
-
-    def _whole(self, number: int) -> str:
-        return self._constant(np.array(number, np.int64))
-
-    def _constant(self, array: np.ndarray) -> str:
-        return self._add("Constant", value=numpy_helper.from_array(array))
-
-    def _add(self, op_type: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        name = f"{self._prefix}/{op_type}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op_type, inputs, [output or name], name, **attributes))
-        return output or name
+def _uniform(op: Recorder, shape: ir.Value, seed: int, stream: int = 0) -> ir.Value:
+    """Return doubles in (0, 1): a polynomial of the position modulo a prime, squared in three rounds."""
+    number = op.Range(0, op.Size(op.ConstantOfShape(shape)), 1)
+    state = op.Mod(number + (seed * 7919 + stream * 104729), PRIME)
+    for factor in (48271, 69621, 16807):
+        state = op.Mod(state * factor, PRIME)
+        state = op.Mod(state * state, PRIME)
+        state = op.Mod(state + number, PRIME)
+    drawn = op.Cast(state, to=DOUBLE) * (1 / PRIME) + 0.5 / PRIME
+    uniform: ir.Value = op.Reshape(drawn, shape, allowzero=1)
+    return uniform

@@ -1,11 +1,23 @@
-"""Selection of the inputs, of a model and of its nodes, that a gradient can reach."""
+"""The inputs and nodes that gradients reach, and those that they reach only through rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
 import onnx
 
-from ortgrad.graph.protos import FLOATS, captured_names, subgraphs
+from ortgrad.autodiff.rules import find_rule
+from ortgrad.graph.protos import (
+    FLOATS,
+    all_nodes,
+    captured_names,
+    declared_values,
+    dependencies,
+    subgraphs,
+)
 from ortgrad.operators.declaration import find_operator
+from ortgrad.operators.schema import with_schemas
 
 # Inputs of gradient operators that have no gradient; for standard operators, the schemas say so.
 SETTINGS = {"ratio", "roi", "scales"}
@@ -54,3 +66,59 @@ def not_differentiable(node: onnx.NodeProto, proto: onnx.ModelProto) -> set[str]
         is_fixed = formal[min(i, last)].differentiation_category == never and i not in kept
         (fixed if is_fixed else free).add(name)
     return fixed - free
+
+
+class PathNode(NamedTuple):
+    """A node with the outputs `of` and the inputs `wrt` between which a gradient flows."""
+
+    node: onnx.NodeProto
+    wrt: list[str]
+    of: list[str]
+
+
+def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Sequence[str]) -> list[PathNode]:
+    """Return the nodes of the main graph through which a gradient flows."""
+    inferred = with_schemas(onnx.shape_inference.infer_shapes, proto)
+    values = declared_values(inferred.graph)
+    other = {v.name for v in values if v.type.tensor_type.elem_type not in FLOATS}
+    active, needed = set(targets), set(outputs)
+    for node in proto.graph.node:
+        reads = active.intersection(dependencies(node))
+        rule = find_rule(node.op_type, node.domain)
+        if reads:
+            # What is computed from quantized tensors may be one, and they have gradients.
+            quantized = (rule is not None and rule.scales is not None) or reads & other
+            active.update(name for name in node.output if name and (quantized or name not in other))
+    found = []
+    for node in reversed(proto.graph.node):
+        of = [name for name in node.output if name in needed and name in active]
+        fixed = not_differentiable(node, proto)
+        wrt = [name for name in dependencies(node) if name in active and name not in fixed]
+        if of and wrt:
+            needed.update(wrt)
+            if not other.intersection((*of, *wrt)):
+                found.append(PathNode(node, wrt, of))
+    return found[::-1]
+
+
+def rounding_behind(proto: onnx.ModelProto, outputs: Iterable[str]) -> Mapping[str, str]:
+    """Return the values that reach the outputs through rounding, each with the nearest rounding node."""
+    needed = set(outputs)
+    found: dict[str, str] = {}
+    for node in reversed(proto.graph.node):
+        rule = find_rule(node.op_type, node.domain)
+        if not needed.intersection(node.output) or (rule is not None and rule.function is None):
+            continue
+        reads = dependencies(node)
+        needed.update(reads)
+        behind = next((found[name] for name in node.output if name in found), None)
+        if _rounds(node):
+            behind = f"{node.op_type} node {(node.name or node.output[0])!r}"
+        if behind is not None:
+            found.update(dict.fromkeys(reads, behind))
+    return found
+
+
+def _rounds(node: onnx.NodeProto) -> bool:
+    rules = [find_rule(each.op_type, each.domain) for each in all_nodes([node])]
+    return any(rule is not None and rule.straight_through for rule in rules)

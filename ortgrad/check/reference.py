@@ -1,7 +1,7 @@
 """Running models on onnx's reference implementation, with fast versions of its slowest operators.
 
-The reference has every operator in double precision, which onnxruntime has not. It loops over elements in
-Python in operators on images, which would take minutes in models of an ordinary size.
+The reference has every operator in double precision, which onnxruntime does not. Its operators on images loop
+over elements in Python, which would take minutes in models of ordinary size.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ortgrad.pipelines.prepare import prepare_loaded
 
 
 def on_reference(model: onnx.ModelProto) -> Run:
-    """Return a function that runs the model and returns its outputs by name; it raises CannotRunError.
+    """Return a function that runs the model and returns its outputs by name, or raises CannotRunError.
 
     Raises CannotRunError if the reference does not know an operator.
     """
-    # Gradient operators of training models are replaced by standard ones; this may add outputs. The reference
-    # runs a BatchNormalization of an old opset in training mode.
+    # Gradient operators of training models are replaced by standard ones; this may add outputs. The opset is
+    # raised because the reference runs a BatchNormalization of an old opset in training mode.
     prepared = _at_minimum_opset(prepare_loaded(model, "onnx"))
     names = [output.name for output in prepared.graph.output]
     operators: list[type[OpRun]] = [LRN, GlobalMaxPool, Erf, Conv, MaxPool, AveragePool, Resize]
@@ -58,7 +58,7 @@ def _at_minimum_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 class LRN(OpRun):
-    """Replaces the LRN of onnx 1.23, which normalizes only as many channels as the batch has rows."""
+    """Replaces the LRN of onnx 1.23, which normalizes only the first channels, one per row of the batch."""
 
     def _run(self, x: np.ndarray, alpha: float, beta: float, bias: float, size: int) -> tuple[np.ndarray]:
         before, after = (size - 1) // 2, size // 2
@@ -68,7 +68,7 @@ class LRN(OpRun):
 
 
 class GlobalMaxPool(OpRun):
-    """Replaces that of onnx 1.23, which reduces one axis twice."""
+    """Replaces the GlobalMaxPool of onnx 1.23, which reduces one axis twice."""
 
     def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
@@ -86,19 +86,10 @@ class Conv(OpRun):
     """One product of matrices per group, on a view of the windows."""
 
     def _run(
-        self,
-        x: np.ndarray,
-        w: np.ndarray,
-        b: np.ndarray | None = None,
-        auto_pad: str | None = None,
-        dilations: Sequence[int] | None = None,
-        group: int | None = None,
-        kernel_shape: Sequence[int] | None = None,
-        pads: Sequence[int] | None = None,
-        strides: Sequence[int] | None = None,
+        self, x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, **attributes: Any
     ) -> tuple[np.ndarray]:
-        windows = _windows(x, w.shape[2:], auto_pad, pads, strides, dilations, 0.0)
-        groups, axes = group or 1, len(w.shape) - 2
+        windows = _windows(x, w.shape[2:], attributes, 0.0)
+        groups, axes = attributes.get("group") or 1, len(w.shape) - 2
         batch, places = x.shape[0], windows.shape[2 : 2 + axes]
         windows = windows.reshape(batch, groups, -1, *windows.shape[2:])
         filters = w.reshape(groups, -1, w.shape[1], *w.shape[2:])
@@ -112,18 +103,18 @@ class Conv(OpRun):
 
 
 class MaxPool(ReferenceMaxPool):
-    """The maximum over a view of the windows, unless indices or a rounded up size are wanted."""
+    """The maximum over a view of the windows, unless indices or a rounded-up size are wanted."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> Any:
         slow: Any = super()._run
         if attributes.get("ceil_mode") or len(self.onnx_node.output) > 1:
             return slow(*inputs, **attributes)
         axes = tuple(-1 - i for i in range(len(attributes["kernel_shape"])))
-        return (_pool_windows(inputs[0], attributes, -np.inf).max(axis=axes),)
+        return (_windows(inputs[0], attributes["kernel_shape"], attributes, -np.inf).max(axis=axes),)
 
 
 class AveragePool(AveragePool_19):
-    """The mean over a view of the windows, unless a rounded up size is wanted."""
+    """The mean over a view of the windows, unless a rounded-up size is wanted."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> Any:
         slow: Any = super()._run
@@ -132,10 +123,10 @@ class AveragePool(AveragePool_19):
         (x,) = inputs
         size = attributes["kernel_shape"]
         axes = tuple(-1 - i for i in range(len(size)))
-        total = _pool_windows(x, attributes, 0.0).sum(axis=axes)
+        total = _windows(x, size, attributes, 0.0).sum(axis=axes)
         if attributes.get("count_include_pad"):
             return (total / math.prod(size),)
-        return (total / _pool_windows(np.ones_like(x), attributes, 0.0).sum(axis=axes),)
+        return (total / _windows(np.ones_like(x), size, attributes, 0.0).sum(axis=axes),)
 
 
 class Resize(ReferenceResize):
@@ -158,27 +149,13 @@ class Resize(ReferenceResize):
         return (y,)
 
 
-def _pool_windows(x: np.ndarray, attributes: Mapping[str, Any], fill: float) -> np.ndarray:
-    auto_pad, pads, strides, dilations = (
-        attributes.get(name) for name in ("auto_pad", "pads", "strides", "dilations")
-    )
-    return _windows(x, attributes["kernel_shape"], auto_pad, pads, strides, dilations, fill)
-
-
-def _windows(
-    x: np.ndarray,
-    size: Sequence[int],
-    auto_pad: str | None,
-    pads: Sequence[int] | None,
-    strides: Sequence[int] | None,
-    dilations: Sequence[int] | None,
-    fill: float,
-) -> np.ndarray:
+def _windows(x: np.ndarray, size: Sequence[int], attributes: Mapping[str, Any], fill: float) -> np.ndarray:
     """Return a view of the padded array, with the axes of the windows' elements at the end."""
     axes = len(size)
-    steps, gaps = strides or [1] * axes, dilations or [1] * axes
+    steps, gaps = (attributes.get(name) or [1] * axes for name in ("strides", "dilations"))
+    pads, auto_pad = attributes.get("pads") or [0] * (2 * axes), attributes.get("auto_pad")
     extents = [(k - 1) * gap + 1 for k, gap in zip(size, gaps, strict=True)]
-    borders = list(zip(pads[:axes], pads[axes:], strict=True)) if pads else [(0, 0)] * axes
+    borders: list[tuple[int, int]] = list(zip(pads[:axes], pads[axes:], strict=True))
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         borders = []
         for length, step, extent in zip(x.shape[2:], steps, extents, strict=True):

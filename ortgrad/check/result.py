@@ -13,7 +13,7 @@ from ortgrad.keywords import checked
 class Row:
     """The worst relative error of one gradient, or of one node, in all directions.
 
-    `tolerance` is the error that rounding explains: that of the element type, and measured rounding.
+    `tolerance` is the error that rounding explains: that of the element type plus measured rounding.
     """
 
     name: str

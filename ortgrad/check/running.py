@@ -59,12 +59,17 @@ class Backward:
         return dict(zip(self._targets, arrays, strict=True))
 
 
-def values_of(model: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Arrays:
-    """Return intermediate values of the model by name."""
+def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
+    """Return a copy of the model whose outputs are the values of these names."""
     exposed = copy_of(model)
     del exposed.graph.output[:]
     exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return exposed
+
+
+def values_of(model: onnx.ModelProto, feeds: Arrays, names: Sequence[str]) -> Arrays:
+    """Return intermediate values of the model by name."""
     try:
-        return on_onnxruntime(exposed)(feeds)
+        return on_onnxruntime(with_outputs(model, names))(feeds)
     except CannotRunError as error:
         raise ModelError(f"the model does not run: {error}") from error

@@ -1,4 +1,4 @@
-"""Verdicts on slopes: what a gradient says against what differences say.
+"""Verdicts on slopes: what a gradient says compared with what differences say.
 
 The function F(t) is a randomly weighted sum of the outputs, on a random line through the point: every target
 that is judged moves along a random direction d, in units of its own size. The gradient g claims the slope
@@ -11,21 +11,22 @@ s = <g, d>, and differences measure it.
    three neighbouring pairs of steps are compared, the best confirmed one is D, and e is 5 times its distance
    from its neighbours plus the rounding error of F over the step. |s - D| <= tolerance + e + n is ok; but if
    e + n is more than a tenth of the gradient, it would hide any error, and the direction is *not judged*.
-4. Otherwise s and D disagree. That may have other reasons than a wrong gradient, and each is excluded:
+4. Otherwise s and D disagree. The direction is *not judged* if there may be another reason than a wrong
+   gradient:
    - F has a kink here: its one-sided slopes differ by a good part of |s - D|;
    - the differences do not converge: e is more than a tenth of |s - D|. Noise counts in e, as measured from
-     differences of high order of F at steps of 1e-6: a function that computes in float32 inside is a
+     high-order differences of F at steps of 1e-6: a function that computes in float32 inside is a
      staircase, and its smallest differences agree perfectly;
    - differences of the model in its own types agree with s, not with D: the copy in double is another
      function;
    - F could only be computed in single precision, and |s - D| is less than half of the gradient.
-   The direction is then not judged. Only if none applies it is *wrong*.
+   It is *wrong* only if none of these applies.
 
-A gradient is wrong only if most of the directions that could be judged are wrong, and at least two. A
-float32 gradient may be off because the operators of onnxruntime are imprecise in float32 (a STFT by 2e-4). If
-the gradient in double is right, the two are compared, element by element, and may differ by ACCURACY. Beyond
-that, and without a gradient in double, it is wrong only if the error is 50 times the imprecision of
-float32: how far the forward pass drifts away from that in double, over all its intermediate values, and how
+A gradient is wrong only if at least two directions, and most of those that could be judged, are wrong. A
+float32 gradient may be off because the operators of onnxruntime are imprecise in float32 (an STFT by 2e-4).
+If the gradient in double is right, the two are compared, element by element, and may differ by ACCURACY.
+Beyond that, and without a gradient in double, it is wrong only if the error is 50 times the imprecision of
+float32: how far the forward pass drifts from the one in double, over all its intermediate values, and how
 much the gradient changes if the inputs are rounded differently.
 """
 
@@ -43,7 +44,7 @@ from ortgrad.graph.feeds import Arrays
 # rounding.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 COARSE_TOLERANCE = 1e-3  # if the forward pass is in single precision
-# What the operators of onnxruntime approximate to in the worst case, by element type.
+# The worst relative error of onnxruntime's operators, by element type.
 ACCURACY = {"float64": 1e-4, "float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 # A gradient is not judged if rounding could hide a relative error of this size.
 LARGEST_NOISE = 0.1
@@ -57,9 +58,9 @@ OWN_STEPS = (1e-2, 2.5e-3)  # for differences in the model's own types
 class Slope(NamedTuple):
     """The directional derivative that a gradient gives.
 
-    `norm` is that of the gradient, in units of the sizes of the targets. `unit` is the slope of a function
-    that changes by its own size over the size of the target; up to `zero` units may be rounding in the
-    gradient's element type.
+    `norm` is the norm of the gradient, in units of the sizes of the targets. `unit` is the slope of a
+    function that changes by its own size over the size of the target; up to `zero` units may be rounding in
+    the gradient's element type.
     """
 
     value: float
@@ -69,7 +70,7 @@ class Slope(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The relative error of a slope and the allowed one, or the reason why the slope is not judged."""
+    """The relative error of a slope and the allowed error, or the reason why the slope is not judged."""
 
     error: float
     allowed: float
@@ -192,7 +193,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
         return verdicts[0]
     wrong = sum(v.wrong for v in judged)
     if wrong and (wrong < 2 or 2 * wrong <= len(judged)):
-        # One that disagrees alone crosses a kink that was not seen.
+        # A single direction that disagrees crosses a kink that was not detected.
         if wrong == 1 and len(judged) > 2:
             return judged[-2]
         return not_judged(f"the differences agree in {len(judged) - wrong} of {len(judged)} directions only")
