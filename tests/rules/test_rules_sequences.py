@@ -271,7 +271,7 @@ REFUSED = {
         else_branch = no () => (optional(double[N, 3]) j) { j = Optional(u) }> y = OptionalGetElement(o)""",
     "keepdims=0 and a split that is not known to be a vector": """k = Sub(p, q)
         s = SplitToSequence<axis = 0, keepdims = 0>(t, k) y = SequenceAt(s, p)""",
-    "reads from outside 's', which is no tensor": """s = SequenceConstruct(t, u) y, z = Scan(w, t) <
+    "reads from outside 's', which is not a tensor": """s = SequenceConstruct(t, u) y, z = Scan(w, t) <
         num_scan_inputs = 1, body = b (double[3] a, double[3] e) => (double[3] c, double[3] d)
         { f = SequenceAt(s, p) g = ReduceSum<keepdims = 0>(f, axes) c = Mul(a, g) d = Mul(g, e) }>""",
 }

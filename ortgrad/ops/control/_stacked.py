@@ -1,9 +1,9 @@
 """Gradients of outer values that are computed once, after the backward loop.
 
-The gradient of a matrix of weights is a product in every iteration, and that of a sequence of which each
-iteration reads an element is full of zeros. Added up iteration by iteration, they would be read and written
-in each. The operands of these terms are stacked by the loop instead, and one product, or one GatherGrad, has
-the sum as its result.
+The gradient of a matrix of weights is a product in every iteration; the gradient of a sequence from which
+each iteration reads one element is mostly zeros. A sum of such terms would be read and written in every
+iteration. Instead, the loop stacks the operands of the terms, and one product, or one GatherGrad, computes
+the sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stacks = Mapping[ir.Value, ir.Value]
 class StackedGradient:
     """How the gradient of an outer value is computed after the loop."""
 
-    # The shapes of what is stacked in every iteration.
+    # The values that every iteration stacks, and their shapes.
     operands: dict[ir.Value, tuple[Dimension, ...]]
     # Takes the stacks of the operands.
     compute: Callable[[Recorder, Stacks], ir.Value]
@@ -35,8 +35,8 @@ def stacked_gradient(
 ) -> StackedGradient | None:
     """Return how the sum over all iterations is computed after the loop; None if it is not.
 
-    `grad` is the gradient of an outer value in one iteration. Only what has the same shape in all iterations
-    can be stacked; `is_steady` tells for some values that they have.
+    `grad` is the gradient of an outer value in one iteration. Only values that have the same shape in all
+    iterations can be stacked; `is_steady` recognizes some of them.
     """
     return None if value.shape is None else _Finder(value, is_steady).find(grad, tuple(value.shape))
 
@@ -74,7 +74,7 @@ class _Finder:
     ) -> StackedGradient | None:
         flags = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
         scale = node.attributes.get_float("alpha", 1.0)
-        # Both factors have as many rows. Their columns are known, so that an empty stack has them as well.
+        # Both factors have this number of rows. Their columns must be known, for an empty stack.
         steady = next((each for each in factors if self._is_steady(each)), None)
         sizes = [size for size in shape if isinstance(size, int)]
         if flags != [1, 0] or len(factors) != 2 or len(sizes) != 2 or steady is None or steady.shape is None:
@@ -101,7 +101,7 @@ class _Finder:
 
         def compute(op: Recorder, stacks: Stacks) -> ir.Value:
             whole, places = op.shape_of(value), stacks[indices]
-            # An empty stack has no sizes that are not known before.
+            # For an empty stack, all sizes must be known beforehand.
             sizes = op.Concat(op.Shape(places), op.Slice(whole, [1], [2**63 - 1], [0]), axis=0)
             return op.GatherGrad(whole, places, op.Reshape(stacks[terms], sizes, allowzero=1), axis=0)
 
