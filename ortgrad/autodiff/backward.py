@@ -32,7 +32,7 @@ def active_values(nodes: Iterable[ir.Node], targets: Iterable[ir.Value]) -> set[
     """Return the values that depend on the targets and may have a gradient, including the targets.
 
     These are floating-point values, and integers that stand for such numbers: the outputs of quantizing
-    operators (those whose rule has `scales`), and what is computed from them.
+    operators (whose rules have `scales`), and what is computed from them.
     """
     active = set(targets)
     for node in nodes:
@@ -68,7 +68,7 @@ class BackwardPass:
     """Accumulates the gradient of every value, from the outputs to the targets.
 
     `op` records the nodes; `nodes` are the forward nodes of one graph in topological order. The gradients in
-    `outside` are computed by an outer graph and keep their names.
+    `outside` belong to an outer graph and keep their names.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Puts definitions in the place of nodes."""
+"""Replaces nodes by their definitions."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 
 A definition records what a forward node computes and returns its outputs, None for those that it does not
 compute; a single value is the first output. It serves two purposes: an operator without a gradient rule is
-differentiated through its definition, and types and shapes behind an operator that onnx does not know are
-inferred from it.
+differentiated through its definition, and the types and shapes of the outputs of an operator that onnx does
+not know are inferred from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ortgrad.graph.lazy import Recorder, ir
 Definition: TypeAlias = "Callable[[Recorder, NodeView], Sequence[ir.Value | None] | ir.Value]"
 _Definition = TypeVar("_Definition", bound=Definition)
 
-# Operators that models of opset 9 and older have in ONNX's domain, as onnxruntime runs them there.
+# The domain of definitions of operators that ONNX had up to opset 9, and that onnxruntime still runs.
 RETIRED = "ortgrad.retired"
 
 _definitions: dict[tuple[str, str], Definition] = {}

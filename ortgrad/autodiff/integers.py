@@ -1,4 +1,4 @@
-"""Operators of ONNX on quantized tensors: which integers stand for numbers, and the same node on floats."""
+"""Operators of ONNX on quantized tensors: the integers that stand for numbers, and the node on floats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ortgrad.graph.traversal import is_integer
 
 
 def quantized_outputs(node: ir.Node, active: Collection[ir.Value]) -> list[ir.Value]:
-    """Return the integer outputs that are computed from active integers as from numbers.
+    """Return the integer outputs that are computed from active integers, taken as numbers.
 
     Operands that are indices or shapes do not count. An operator without a rule may compute anything.
     """

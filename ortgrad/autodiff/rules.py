@@ -7,8 +7,8 @@
         shape = node.op.shape_of(node.input(0))
         return node.op.GatherGrad(shape, node.input(1), node.grad(0), **node.attributes)
 
-A rule returns one value per input, None where there is no gradient; a single value is the gradient of the
-first input. Sums over broadcast axes, casts and accumulation are added by the backward pass, which also
+A rule returns one value per input, None for an input without a gradient; a single value is the gradient of
+the first input. Sums over broadcast axes, casts and accumulation are added by the backward pass, which also
 drops the nodes that no requested gradient depends on.
 """
 
@@ -45,7 +45,7 @@ class Rule:
     elementwise: bool = False
 
     def scales_of(self, count: int) -> Mapping[int, int]:
-        """Return the index of the scale of each quantized input of a node with so many inputs."""
+        """Return the index of the scale of each quantized input of a node with `count` inputs."""
         if self.scales is None:
             return {}
         return self.scales(count) if callable(self.scales) else self.scales

@@ -10,34 +10,22 @@ from ortgrad.graph.lazy import Recorder, ir
 # Operators whose first output has the shape of their first input, and those that broadcast all inputs.
 _KEEPING = frozenset(
     [
+        *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cast", "CastLike", "Ceil", "Celu"),
+        *("Clip", "Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"),
+        *("Hardmax", "Identity", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "Reciprocal"),
         *(
-            "Abs",
-            "Acos",
-            "Acosh",
-            "Asin",
-            "Asinh",
-            "Atan",
-            "Atanh",
-            "Cast",
-            "CastLike",
-            "Ceil",
-            "Celu",
-            "Clip",
-        ),
-        *("Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"),
-        *(
-            "Hardmax",
-            "Identity",
-            "LeakyRelu",
-            "Log",
-            "LogSoftmax",
-            "Mish",
-            "Neg",
-            "Not",
-            "Reciprocal",
             "Relu",
+            "Round",
+            "Selu",
+            "Sigmoid",
+            "Sign",
+            "Sin",
+            "Sinh",
+            "Softmax",
+            "Softplus",
+            "Softsign",
+            "Sqrt",
         ),
-        *("Round", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt"),
         *("Tan", "Tanh", "ThresholdedRelu"),
     ]
 )
@@ -65,7 +53,7 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
     for i, dim in enumerate(source):
         other = target[lead + i]
         if isinstance(dim, int) and dim == 1:
-            # If the output's size is unknown it may be 1 too; the sum is then over one element.
+            # If the output's size is unknown, it may be 1 as well; the sum is then over one element.
             (single if isinstance(other, int) and other == 1 else axes).append(lead + i)
         elif not isinstance(dim, int) and (dim.value is None or dim != other):
             # The size may be 1 at run time.
@@ -80,7 +68,7 @@ def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value)
 
 
 def _keeps_shape(value: ir.Value, output: ir.Value) -> bool:
-    """Return whether an operand has the shape of the result, whatever that is."""
+    """Return whether an operand is known to have the shape of the result."""
     node = output.producer()
     if node is None or node.domain not in ("", "ai.onnx"):
         return False
@@ -98,7 +86,7 @@ def _origin(value: ir.Value) -> ir.Value:
         operands = [operand for operand in node.inputs if operand is not None]
         if node.op_type in _BROADCASTING:
             operands = [operand for operand in operands if not _is_scalar(operand)]
-            # Without recursion, so only what is computed from one tensor is recognized.
+            # There is no recursion, so only what is computed from one tensor is recognized.
             if len(set(operands)) != 1:
                 break
         elif node.op_type not in _KEEPING or value is not node.outputs[0] or not operands:

@@ -1,10 +1,11 @@
 """Elements that the forward pass does not choose: their gradient is 0, whatever the derivative is.
 
 In y = Where(x > 0, Log(x), 0), the gradient of Log's output is 0 where x is not positive. At x = 0 its
-derivative is infinite, and 0 * inf is NaN. The backward pass therefore remembers under which conditions a
-gradient was set to zero, and says Where(x > 0, dx, 0) once more behind an operator whose derivative may not
-be finite. Only choices count, which make the other elements irrelevant: Where, Relu, Clip, a product with a
-mask of booleans. A gradient that is 0 for another reason, as behind Sqrt(x) ** 2 at 0, stays NaN.
+derivative is infinite, and 0 * inf is NaN. The backward pass therefore remembers the conditions under which a
+gradient was set to zero, and applies Where(x > 0, dx, 0) once more to the gradient of an operator whose
+derivative may not be finite. Only choices that make the other elements irrelevant count: Where, Relu, Clip,
+and a product with a mask of booleans. A gradient that is 0 for another reason, such as that of Sqrt(x) in
+Sqrt(x) ** 2 at 0, becomes NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Choice:
     """Where a gradient is not set to zero.
 
     `flags` are booleans that broadcast to the gradient, and `chosen` is the value of those elements; numbers
-    stand for whether they are positive. `before` is the choice of the gradient that this one is made from.
+    stand for whether they are positive. `before` is the choice of the gradient from which this one is made.
     """
 
     flags: ir.Value
@@ -58,7 +59,7 @@ class Selections:
         """Return the gradient, set to zero again if the operator's derivative may not be finite."""
         if choice is None or not _may_be_infinite(node, i):
             return grad
-        # Both become one, so that the next guard behind this one has as little to do.
+        # All conditions become one, so that the next guard has little to do.
         choice.flags, choice.chosen, choice.before = self._together(choice), True, None
         guarded: ir.Value = self._op.Where(choice.flags, grad, 0.0)
         return guarded
@@ -109,7 +110,7 @@ def _is_zero(value: ir.Value | None) -> bool:
 def _may_be_infinite(node: ir.Node, i: int) -> bool:
     """Return whether the derivative with respect to the i-th input may not be finite."""
     if node.op_type == "Pow":
-        # Whole powers from the first on.
+        # The derivatives of whole powers are finite, from the first power on.
         exponent = None if i else constant_tensor(node.inputs[1])
         numbers = None if exponent is None else exponent.numpy()
         return numbers is None or not bool(((numbers >= 1) & (numbers % 1 == 0)).all())
