@@ -10,7 +10,7 @@ from ortgrad.ops._windows import Windows
 
 
 class Spread(NamedTuple):
-    """How dY is spread along one axis: what to set to zero, to copy and to add, in this order."""
+    """How dY is spread along one axis: the places to set to zero, to copy to and to add to, in this order."""
 
     zero: np.ndarray
     copy: list[tuple[slice, slice]]
@@ -42,7 +42,7 @@ def plan_spread(w: Windows, i: int) -> Spread:
 
 
 def _within(size: int, start: int, step: int, count: int) -> tuple[slice, slice]:
-    """Which of `count` steps from `start` lie in range(size), and where."""
+    """The steps, of `count` from `start` on, that are in range(size), and their positions."""
     first = max(0, -(start // step))
     last = max(first, min(count, -((start - size) // step)))
     begin = start + first * step

@@ -1,4 +1,4 @@
-"""Parts that the rules of several normalizations use."""
+"""Values that the rules of several normalizations compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Axes: TypeAlias = "list[int] | ir.Value"
 
 
 def axes_from(op: Recorder, x: ir.Value, axis: int) -> Axes:
-    """The axes of X from `axis` on; computed at run time if there is no other way."""
+    """The axes of X from `axis` on; computed at run time if the rank is not known."""
     if x.shape is not None:
         return list(range(axis % len(x.shape), len(x.shape)))
     return list(range(axis, 0)) if axis < 0 else op.Range(axis, op.Size(op.Shape(x)), 1)
@@ -34,7 +34,7 @@ def count_along(op: Recorder, x: ir.Value, axes: Axes) -> ir.Value:
 
 
 def statistics(op: Recorder, x: ir.Value, axes: Axes, epsilon: float) -> tuple[ir.Value, ir.Value]:
-    """The mean and the inverse standard deviation along axes, which are kept with length 1."""
+    """The mean and the inverse standard deviation along axes, which keep length 1."""
     mean = op.ReduceMean(x, axes)
     centred = x - mean
     variance = op.ReduceMean(centred * centred, axes)

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops.index import gather_nd_grad_body
 
-# Keys' cubic with a = -0.75: row i holds the coefficients of f**i for the four taps.
+# Keys' cubic with a = -0.75: row i has the coefficients of f**i for the four taps.
 _CUBIC = np.array([[0, 1, 0, 0], [-0.75, 0, 0.75, 0], [1.5, -2.25, 1.5, -0.75], [-0.75, 1.25, -1.25, 0.75]])
 _LINEAR = np.array([[1.0, 0.0], [-1.0, 1.0]])
 _NEAREST = np.ones((1, 1))
@@ -23,8 +23,7 @@ TABLES = {"nearest": _NEAREST, "linear": _LINEAR, "cubic": _CUBIC}
 class Samples:
     """Points of images, each a weighted sum of the image elements (taps) around it.
 
-    The images are (B, elements, C) rows, `points` of them are read from each; `order` says to which
-    spatial axis the components of a coordinate belong.
+    The images are (B, elements, C) rows, from each of which some points are read.
     """
 
     op: Recorder

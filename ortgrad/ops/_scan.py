@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from ortgrad.graph.lazy import Recorder, ir
 
-# What a step, or a Scan of steps, makes: the states after it, and elements of sequences (or the sequences).
+# The results of a step, or of a Scan: the states after it, and elements of sequences (or the sequences).
 Results: TypeAlias = "tuple[Sequence[ir.Value], Sequence[ir.Value]]"
 # step(op, states, *elements), with the states before it and the elements of the sequences that are read.
 Step: TypeAlias = "Callable[..., Results]"
@@ -36,7 +36,7 @@ def scan(
     ]
     body = op.subgraph(name, inputs, build)
     for value in body.outputs:
-        # onnxruntime 1.23 asks for the rank.
+        # onnxruntime 1.23 requires the rank.
         value.shape = ir.Shape([None] * rank)
     results = op.Scan(
         *states,

@@ -32,7 +32,7 @@ def in_place_accumulator_v2(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """accumulation_buffer_out = accumulation_buffer + value, or value alone if overwrite_flag is true
 
-    onnxruntime-training also changes the buffer itself; here the sum is an output and nothing else.
+    onnxruntime-training also changes the buffer itself; here the sum is only an output.
     """
     updated = np.ones(1, np.bool_)
     if not wanted[1]:

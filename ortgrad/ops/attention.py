@@ -10,12 +10,12 @@ import numpy as np
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.graph.lazy import ir
+from ortgrad.ops._heads import HEADS_FIRST, merge_heads, pairs, regrouped, split_heads
 from ortgrad.ops._types import is_half
 from ortgrad.ops.linalg import zero_if_empty
 from ortgrad.ops.softmax import without_nan
 
 _SWAPPED = [0, 1, 3, 2]
-_HEADS_FIRST = [0, 2, 1, 3]
 _END = np.iinfo(np.int64).max
 # The values of qk_matmul_output_mode: the last output is Q K' after scaling, softcap, mask or softmax.
 _SCALED, _CAPPED, _BIASED, _PROBABILITIES = range(4)
@@ -29,8 +29,8 @@ def attention_gradient(node: ForwardNode) -> Gradients:
 class _Attention:
     """Y = P V with P = softmax(cap(scale Q K') + mask), and its gradients.
 
-    P is an output of the forward node, so the masks need no attention here: what is masked has P = 0, and
-    the gradient of a softmax is 0 there. Query heads that share a key are rows of one matrix, so that the
+    P is an output of the forward node, so masks need no special treatment here: masked elements have P = 0,
+    and the gradient of a softmax is 0 there. Query heads that share a key are rows of one matrix, so that the
     products below add up their gradients.
     """
 
@@ -91,9 +91,7 @@ class _Attention:
         return zero_if_empty(self.op, product, self.node.input(0), 1 if self.flat else 2)
 
     def _forward(self) -> Sequence[ir.Value]:
-        """The outputs of the forward node, or of a copy of it, with P as the last one."""
-        import onnx_ir as ir  # takes a while
-
+        """The outputs of the forward node, or of a copy of it, with P as the last output."""
         node, forward = self.node, self.node.forward
         taken = len(forward.outputs) > 3 and bool(forward.outputs[3].name)
         if taken and self.mode != _PROBABILITIES:
@@ -117,7 +115,7 @@ class _Attention:
         return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(self.q, start=3), q)))
 
     def _with(self, grad: ir.Value | None, d_qk: ir.Value | None, mode: int) -> ir.Value | None:
-        """The gradient at a stage, including that of the last output if it shows this stage."""
+        """The gradient at a stage, including that of the last output if it is the value at this stage."""
         return self._plus(grad, d_qk) if self.mode == mode else grad
 
     def _plus(self, grad: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
@@ -126,15 +124,10 @@ class _Attention:
         return grad + other
 
     def _split(self, value: ir.Value, heads: int | None) -> ir.Value:
-        """[batch, head, length, width], also from [batch, length, head * width]."""
-        if not self.flat:
-            return value
-        return self.op.Transpose(self.op.Reshape(value, [0, 0, heads, -1]), perm=_HEADS_FIRST)
+        return split_heads(self.op, value, heads) if self.flat else value
 
     def _merge(self, value: ir.Value) -> ir.Value:
-        if not self.flat:
-            return value
-        return self.op.Reshape(self.op.Transpose(value, perm=_HEADS_FIRST), [0, 0, -1])
+        return merge_heads(self.op, value) if self.flat else value
 
     def _group(self, value: ir.Value) -> ir.Value:
         """The value with query heads that share a key stacked as rows."""
@@ -160,7 +153,7 @@ class _Attention:
     def _with_heads(self, value: ir.Value, heads: int | None, like: ir.Value) -> ir.Value:
         op = self.op
         if heads is not None:
-            return op.Reshape(value, [0, heads, -1, 0])
+            return regrouped(op, value, heads)
         count = op.Shape(like, start=1, end=2)
         return op.Reshape(
             value, op.Concat(op.constant(np.array([0])), count, op.constant(np.array([-1, 0])), axis=0)
@@ -194,7 +187,7 @@ def rotary_embedding_gradient(node: ForwardNode) -> ir.Value | Gradients:
     dx = op.RotaryEmbedding(dy, node.input(1), -node.input(2), positions, **node.attributes)
     if not (node.wants(1) or node.wants(2)):
         return dx
-    (x1, x2), (d1, d2) = _pairs(node, node.input(0)), _pairs(node, dy)
+    (x1, x2), (d1, d2) = _rotated_pairs(node, node.input(0)), _rotated_pairs(node, dy)
     d_cos = op.ReduceSum(d1 * x1 + d2 * x2, [2], keepdims=0)
     d_sin = op.ReduceSum(d2 * x1 - d1 * x2, [2], keepdims=0)
     if positions is None:
@@ -203,16 +196,13 @@ def rotary_embedding_gradient(node: ForwardNode) -> ir.Value | Gradients:
     return dx, *(op.GatherGrad(shape, positions, d, axis=0) for d in (d_cos, d_sin))
 
 
-def _pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _rotated_pairs(node: ForwardNode, value: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The two components that are rotated together, each as [batch, length, head, pair]."""
     op, width = node.op, node.attribute("rotary_embedding_dim")
     if node.rank() == 3:
         value = op.Reshape(value, [0, 0, node.attribute("num_heads"), -1])
     else:
-        value = op.Transpose(value, perm=_HEADS_FIRST)
+        value = op.Transpose(value, perm=HEADS_FIRST)
     if width:
         value = op.Slice(value, [0], [width], [3])
-    if node.attribute("interleaved"):
-        return op.Slice(value, [0], [_END], [3], [2]), op.Slice(value, [1], [_END], [3], [2])
-    first, second = op.Split(value, axis=3, num_outputs=2, _outputs=2)
-    return first, second
+    return pairs(op, value, bool(node.attribute("interleaved")))

@@ -10,7 +10,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, elementwise, gradient
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._types import cast_like
 
-# Piecewise constant, or dependent on nothing but shapes.
+# Piecewise constant, or dependent on shapes only.
 no_gradient("Floor", "Ceil", "Round", "Sign", "Hardmax")
 no_gradient("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf")
 no_gradient("Not", "And", "Or", "Xor", "BitShift", "BitwiseNot", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
@@ -57,7 +57,7 @@ elementwise("CastLike", lambda op, dy, y, x, like, **_: cast_like(op, dy, x))
 
 
 def _at_most(op: Recorder, y: ir.Value) -> ir.Value:
-    """Y with the largest number in the place of infinity: behind 1 / (1 + Exp(X)), dY is 0 then."""
+    """Y with infinity replaced by the largest number, because dY may be 0 there, as in 1 / (1 + Exp(X))."""
     return y if y.dtype is None else op.Min(y, op.number(float(np.finfo(y.dtype.numpy()).max), y))
 
 
@@ -142,8 +142,8 @@ def _running_sum_grad(node: ForwardNode, dy: ir.Value) -> ir.Value:
 def cum_prod_gradient(node: ForwardNode) -> ir.Value:
     op, dy, x, axis = node.op, node.grad(0), node.input(0), node.input(1)
     exclusive, reverse = node.attribute("exclusive"), node.attribute("reverse")
-    # All products from the first zero on are 0, so its gradient consists of the products without it, and
-    # the elements after it have none.
+    # All products from the first zero on are 0. The gradient of that zero consists of the products without
+    # it, and the elements after it have none.
     zero = op.Equal(x, 0.0)
     first = op.And(zero, op.Equal(op.CumSum(op.CastLike(zero, x), axis, reverse=reverse), 1.0))
     without = op.Where(first, 1.0, x)

@@ -25,19 +25,19 @@ _CHUNK = 1 << 18
 
 
 def shape_of(operand: Operand | None) -> Shape | None:
-    """The shape that an operand holds, as far as it is known."""
+    """The shape that is the value of an operand, as far as it is known."""
     if operand is None:
         return None
     if operand.value is not None:
         return tuple(int(d) for d in operand.value)
     if operand.shape is None or len(operand.shape) != 1 or not isinstance(operand.shape[0], int):
         return None
-    # Longer vectors are no shapes, and are refused.
+    # Longer vectors are not shapes, and are refused.
     return (None,) * operand.shape[0] if operand.shape[0] <= MOST_DIMENSIONS else None
 
 
 def size_of(op: Recorder, value: ir.Value) -> ir.Value:
-    """The number of elements as a vector of one."""
+    """The number of elements, as a vector of length 1."""
     if value.shape is not None and value.shape.is_static():
         return op.constant(np.array([math.prod(value.shape.numpy())], np.int64))
     return op.Reshape(op.Size(value), [1])
@@ -190,7 +190,7 @@ def gather_elements_grad_body(
 
 
 def _as_many(pattern: str) -> str:
-    """A pattern with the same number of dimensions, of any lengths."""
+    """A pattern of the same number of dimensions, of any lengths."""
     return " ".join(f"*X:{token[1:]}" if token.startswith("*") else f"X{token}" for token in pattern.split())
 
 
@@ -347,13 +347,8 @@ def one_hot_gradient(node: ForwardNode) -> Gradients:
 
 @gradient("ScatterElements")
 def scatter_elements_gradient(node: ForwardNode) -> Gradients:
-    op, dy, indices, updates, axis = (
-        node.op,
-        node.grad(0),
-        node.input(1),
-        node.input(2),
-        node.attribute("axis"),
-    )
+    op, dy, axis = node.op, node.grad(0), node.attribute("axis")
+    indices, updates = node.input(1), node.input(2)
     if node.attribute("reduction") == "add":
         return dy, None, op.GatherElements(dy, indices, axis=axis)
     if node.attribute("reduction") == "none":
@@ -397,7 +392,7 @@ def scatter_nd_gradient(node: ForwardNode) -> Gradients:
 
 
 def _may_repeat(node: ForwardNode, axis: int | None = None) -> bool:
-    """Whether two updates may be for one element; `axis` is that of ScatterElements, None for ScatterND."""
+    """Whether two updates may be for the same element; `axis` is None for ScatterND."""
     shape, dims, known = node.input(1).shape, node.input(0).shape, node.constant(1)
     if shape is not None and all(size == 1 for size in (shape[:-1] if axis is None else [shape[axis]])):
         return False
@@ -451,7 +446,7 @@ def _scatter_reduced(
 def product_of_others(
     op: Recorder, x: ir.Value, product: Callable[..., Any], total: Callable[..., Any]
 ) -> ir.Value:
-    """For each element the product of the others in its group, also where the group holds zeros.
+    """For each element, the product of the others in its group, even if the group contains zeros.
 
     `product` and `total` reduce over the groups. The result can be differentiated once more: with one zero
     among the others, their product is that zero times the rest.

@@ -33,7 +33,7 @@ def _product_at_run_time(
 ) -> Gradients:
     """The gradients of alpha op(A) op(B), op the transpose or the identity, for any ranks."""
     op, turned = node.op, [turned_a, turned_b]
-    # A vector is a row on the left, a column on the right; a stack of matrices remains what it is.
+    # A vector is a row on the left, a column on the right; a stack of matrices is left as it is.
     shapes = [op.Shape(node.input(i)) for i in range(2)]
     ones = [op.Slice([1], [0], op.Sub([2], op.Shape(shape))) for shape in shapes]
     a, b = (
@@ -196,7 +196,7 @@ class _Product:
         return op.Squeeze(db, [1]) if self.ranks[1] == 1 else db
 
     def _as_matrix(self, value: ir.Value, weights: ir.Value | None = None) -> ir.Value:
-        """A value as a matrix with all of its rows, and as many columns as the weights have (or itself)."""
+        """A value as a matrix of all its rows; it has the columns of the weights, or keeps its own."""
         op = self.op
         if weights is None:
             width = value.shape[-1] if value.shape is not None else None
@@ -328,7 +328,7 @@ def _einsum_or_zeros(
 ) -> ir.Value:
     """The Einsum, or zeros with the lengths of some axes of x if an operand is empty.
 
-    For some of these, onnxruntime's Einsum terminates the process with a division by 0.
+    For some empty operands, onnxruntime's Einsum terminates the process with a division by 0.
     """
     count = op.Size(operands[0])
     for operand in operands[1:]:
@@ -347,7 +347,7 @@ def _einsum_or_zeros(
 
 
 def _is_positive(lengths: Sequence[int | ir.SymbolicDim]) -> bool:
-    """Whether an axis with these lengths in the operands, of which 1 is broadcast, is certainly not empty."""
+    """Whether an axis with these lengths in the operands (1 is broadcast) is certainly not empty."""
     return any(isinstance(n, int) and n > 1 for n in lengths) or all(n == 1 for n in lengths)
 
 
@@ -399,7 +399,8 @@ def det_gradient(node: ForwardNode) -> ir.Value:
     return scale * (_turned(op, inverse) if x.shape is None else transposed(op, inverse, len(x.shape)))
 
 
-# Up to this size, the gradient of a determinant consists of cofactors, which singular matrices have too.
+# Up to this size, the gradient of a determinant is computed from cofactors, which also exist for singular
+# matrices.
 _LARGEST_COFACTORS = 6
 
 
@@ -452,7 +453,7 @@ def dft_gradient(node: ForwardNode) -> ir.Value:
         dx = op.Slice(dx, [0], op.Shape(x, start=-1) if parts != 1 else [1], [-1])
     if given is None:
         return dx
-    # Elements that were cut off get a gradient of 0; padding has none.
+    # Elements that were cut off have a gradient of 0; padding has none.
     there = op.Add(op.Div(length, [2]), [1]) if inverse and onesided else length
     pads = op.Concat([0], own - there, axis=0)
     return op.Pad(dx, pads, None, axis, rank=None if x.shape is None else len(x.shape))
@@ -465,8 +466,8 @@ def _require_half(node: ForwardNode) -> None:
     count = None if shape is None or (axis is None and node.optional(2) is not None) else shape[place]
     if length is not None and isinstance(count, int) and count != int(length.item()) // 2 + 1:
         raise node.unsupported(
-            f"a spectrum of {count} frequencies for an inverse transform of length {int(length.item())}: "
-            "onnxruntime's result is not ONNX's unless there is half of the length, plus 1"
+            f"it has {count} frequencies for an inverse transform of length {int(length.item())}: "
+            "onnxruntime's result differs from ONNX's unless there are half the length plus 1"
         )
 
 
@@ -479,7 +480,7 @@ def _dft(node: ForwardNode, value: ir.Value, length: ir.Value, axis: ir.Value, *
 
 
 def _dft_axis(node: ForwardNode) -> ir.Value:
-    """The axis as a vector of one, counted from the front."""
+    """The axis as a vector of length 1, counted from the front."""
     op, shape, given = node.op, node.input(0).shape, node.constant(2)
     axis = node.attribute("axis") if op.opset < 20 else -2 if node.optional(2) is None else given
     if axis is not None and shape is not None:
@@ -488,7 +489,7 @@ def _dft_axis(node: ForwardNode) -> ir.Value:
 
 
 def _dft_rank(node: ForwardNode) -> ir.Value:
-    """The rank of the signal as a vector of one."""
+    """The rank of the signal as a vector of length 1."""
     op, x = node.op, node.input(0)
     return op.Shape(op.Shape(x)) if x.shape is None else op.constant(np.array([len(x.shape)], np.int64))
 

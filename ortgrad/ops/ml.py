@@ -27,7 +27,7 @@ def scaler_gradient(node: ForwardNode) -> ir.Value:
     scale = np.array(node.attribute("scale") or [1.0], np.float32)
     if scale.size == 1:
         return dy * op.CastLike(op.constant(scale.reshape(())), dy)
-    # onnxruntime repeats the factors over all elements, whatever the number of dimensions.
+    # onnxruntime repeats the factors over all elements, for any number of dimensions.
     rows = op.Reshape(dy, [-1, scale.size]) * op.CastLike(op.constant(scale), dy)
     return op.Reshape(rows, op.shape_of(x), allowzero=1)
 
@@ -161,7 +161,7 @@ def _matrix(node: ForwardNode, name: str, rows: int) -> np.ndarray:
     """An attribute as a matrix; onnxruntime reads its elements row by row."""
     given = np.array(node.attribute(name) or [], np.float64)
     if rows < 1 or given.size == 0 or given.size % rows:
-        raise node.unsupported(f"its {given.size} {name} are not {rows} rows")
+        raise node.unsupported(f"its {given.size} {name} cannot be divided into {rows} rows")
     return given.reshape(rows, -1)
 
 
@@ -193,7 +193,7 @@ def _before_transform(node: ForwardNode, i: int) -> ir.Value:
         return op.SoftmaxGrad_13(dy, y, axis=1)
     if kind == "PROBIT":
         return dy * op.Exp(y * y * 0.5) * math.sqrt(2 * math.pi)
-    raise node.unsupported(f"its post_transform {kind!r} is not one of ONNX")
+    raise node.unsupported(f"its post_transform {kind!r} is not one of ONNX's")
 
 
 def _before_two_columns(node: ForwardNode) -> ir.Value:
@@ -203,7 +203,7 @@ def _before_two_columns(node: ForwardNode) -> ir.Value:
     """
     op, dy, y, kind = node.op, node.grad(1), node.output(1), node.attribute("post_transform")
     if kind == "PROBIT":
-        raise node.unsupported("onnxruntime's PROBIT of a single score is not what ONNX says")
+        raise node.unsupported("onnxruntime's PROBIT of a single score differs from ONNX's")
     ds = op.Gather(dy, [1], axis=1) - op.Gather(dy, [0], axis=1)
     return ds * op.ReduceProd(y, [1]) if kind == "LOGISTIC" else ds
 
@@ -236,7 +236,7 @@ class _Kernel:
         elif self.kind == "SIGMOID":
             self.values = op.Tanh(self.dot * self.gamma + self.coef0)
         else:
-            raise node.unsupported(f"its kernel_type {self.kind!r} is not one of ONNX")
+            raise node.unsupported(f"its kernel_type {self.kind!r} is not one of ONNX's")
 
     def grad(self, grads: ir.Value) -> ir.Value:
         """The gradient of X, given that of the values."""
@@ -274,8 +274,9 @@ def _before_probabilities(node: ForwardNode, scores: ir.Value, classes: int) -> 
     """The gradient of the scores of pairs, given that of the probabilities of classes.
 
     The probabilities p minimize the sum of (r_ji p_i - r_ij p_j)^2, where r_ij = sigmoid(-(a s + b)) is
-    that of class i in the pair (i, j). They are a part of M^-1, M a symmetric matrix of products of r.
-    onnxruntime iterates towards them, to some 1e-3; here they are exact.
+    the probability of class i in the pair (i, j). They are a part of M^-1, where M is a symmetric matrix of
+    products of r.
+    onnxruntime iterates towards them, to about 1e-3; here they are exact.
     """
     op, pairs = node.op, list(combinations(range(classes), 2))
     slopes, offsets = (np.array(node.attribute(name), np.float64) for name in ("prob_a", "prob_b"))

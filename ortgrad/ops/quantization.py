@@ -5,12 +5,12 @@ The gradient of a quantized tensor is a float tensor in units of its integers q,
     DequantizeLinear  y = (q - z) * s             dq = dy * s,  ds = sum(dy * (q - z))
     QuantizeLinear    q = clip(round(x / s) + z)  dx = dq / s,  ds = -sum(dq * x / s**2), if not clipped
 
-One after the other they give the gradients of PyTorch's fake quantization: dx = dy inside of the range and 0
-outside, and the scale's as in torch._fake_quantize_learnable_per_tensor_affine. Zero points are integers and
+Together they give the gradients of PyTorch's fake quantization: dx = dy inside the range and 0 outside, and
+the gradient of the scale as in torch._fake_quantize_learnable_per_tensor_affine. Zero points are integers and
 have no gradient. Scales and zero points of dynamic quantization count as constants.
 
 All other operators are differentiated through their definition: dequantize, apply the operator of ONNX that
-they are called after, quantize. The forward node stays as it is.
+they are named after, quantize. The forward node stays as it is.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ def dynamic_quantize_linear_gradient(node: ForwardNode) -> ir.Value:
 def _inside(
     op: Recorder, ratio: ir.Value, shift: ir.Value | None, low: int, high: int, grad: ir.Value
 ) -> ir.Value:
-    """Return the gradient where rounding the ratio gives an integer of the range, and 0 elsewhere."""
+    """Return the gradient where the rounded ratio is in the range, and 0 elsewhere."""
     integer = op.Round(ratio) if shift is None else op.Round(ratio) + shift
     kept = op.And(op.GreaterOrEqual(integer, float(low)), op.LessOrEqual(integer, float(high)))
     return op.Where(kept, grad, 0.0)
 
 
 def _range_of(node: ForwardNode, q: ir.Value) -> tuple[int, int]:
-    """Return the range of a quantized tensor's elements; it is an error if they are no integers."""
+    """Return the range of a quantized tensor's elements; it is an error if they are not integers."""
     zero = node.optional(2)
     dtype = q.dtype or (None if zero is None else zero.dtype)
     name = "UINT8" if dtype is None else dtype.name
@@ -149,10 +149,10 @@ def _range_of(node: ForwardNode, q: ir.Value) -> tuple[int, int]:
 class _Definition:
     """An operator of ONNX on quantized tensors.
 
-    `operands` has the indices of the inputs that hold each operand, its scale and its zero point; `result`
-    those of the output's scale and zero point, if it is quantized. `bias` is an integer in units of the
-    product of the operands' scales, or a float. If `repeated`, there is any number of operands, all like the
-    one that is given. The operator reads the inputs in `others` as they are, before the operands.
+    `operands` has the indices of the inputs with each operand, its scale and its zero point, `result` those
+    with the output's scale and zero point, if it is quantized. `bias` is an integer in units of the product
+    of the operands' scales, or a float. If `repeated`, there is any number of operands, all like the one that
+    is given. The operator reads the inputs in `others` as they are, before the operands.
     """
 
     operator: str
@@ -164,7 +164,7 @@ class _Definition:
     others: tuple[int, ...] = ()
 
     def operands_of(self, count: int) -> tuple[tuple[int, int | None, int | None], ...]:
-        """Return the operands of a node with so many inputs."""
+        """Return the operands of a node with `count` inputs."""
         if self.repeated:
             return tuple((i, i + 1, i + 2) for i in range(self.operands[0][0], count, 3))
         return tuple(indices for indices in self.operands if indices[0] < count)
@@ -234,7 +234,7 @@ class _Floats:
             # QGemm without a scale of the output returns floats.
             return y
         if node.rank(definition.result[0]) and not _is_one(scale):
-            raise node.unsupported(f"the scale {scale.name!r} of its output is no scalar")
+            raise node.unsupported(f"the scale {scale.name!r} of its output is not a scalar")
         q: ir.Value = op.QuantizeLinear(y, scale, zero)
         q.type, q.shape = node.output(0).type, node.output(0).shape
         return q
@@ -266,8 +266,6 @@ class _Floats:
     def _channels_last(
         self, operands: list[ir.Value], bias: ir.Value | None, settings: dict[str, Any]
     ) -> ir.Value:
-        import onnx_ir as ir  # takes a while
-
         op, x, rank = self.op, operands[0], self.node.rank()
         first, last = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
         turned = op.Transpose(x, perm=first)
@@ -290,7 +288,7 @@ class _Floats:
 
     def _dequantized(self, q: ir.Value, scale: ir.Value, zero: ir.Value | None, axis: int | None) -> ir.Value:
         """Return (q - zero) * scale, with scales and zero points along an axis."""
-        # In front of a MatMul, onnxruntime would take DequantizeLinear as a wish to round dY to 8 bits, too.
+        # Not DequantizeLinear: before a MatMul, onnxruntime would take it as a request to round dY to 8 bits.
         op = self.op
         x = op.CastLike(q, scale)
         x.shape = q.shape
@@ -305,8 +303,6 @@ class _Floats:
 
     def _along(self, value: ir.Value, q: ir.Value, axis: int | None) -> ir.Value:
         """Return a scale or zero point in a shape that broadcasts to that of the tensor."""
-        import onnx_ir as ir  # takes a while
-
         if _is_one(value):
             return value
         if value.shape is None or axis is None or len(value.shape) != 1 or (axis >= 0 and q.shape is None):
@@ -331,7 +327,7 @@ class _Floats:
         return self._dequantized(q, scale, zero, None)
 
     def _axis(self, position: int) -> int | None:
-        """Return the axis for which an operand may have several scales."""
+        """Return the axis along which an operand may have several scales."""
         if self.definition.operator == "Conv":
             return 0 if position == 1 else None
         if self.definition.operator == "MatMul":

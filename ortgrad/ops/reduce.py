@@ -23,7 +23,7 @@ def _kept(node: ForwardNode, value: ir.Value) -> ir.Value:
 
 
 def _again(node: ForwardNode, op_type: str, value: ir.Value) -> ir.Value:
-    """Another reduction over the same axes, which are kept with length 1."""
+    """Another reduction over the same axes, which keep length 1."""
     reduce = getattr(node.op, op_type)
     return reduce(
         value, node.optional(1), keepdims=1, noop_with_empty_axes=node.attribute("noop_with_empty_axes")
@@ -45,7 +45,7 @@ def reduce_mean_gradient(node: ForwardNode) -> ir.Value:
     if x.shape is not None and y.shape is not None and x.shape.is_static() and y.shape.is_static():
         share = op.number(math.prod(y.shape.numpy()) / max(math.prod(x.shape.numpy()), 1), x)
     else:
-        # In double: integers cannot be divided by 0, and half precision ends at 65504.
+        # In double, because integers cannot be divided by 0, and half precision ends at 65504.
         size_y, size_x = (op.Cast(op.Size(value), to=TensorProto.DOUBLE) for value in (y, x))
         share = op.CastLike(size_y / size_x, x)
     return _expanded(node, _kept(node, node.grad(0) * share))

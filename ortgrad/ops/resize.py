@@ -51,7 +51,7 @@ def resize_gradient(node: ForwardNode) -> ir.Value:
         elif axis == node.rank() - 2:
             dx = op.MatMul(matrix, dx)
         else:
-            # The axes behind this one are one dimension; 0 keeps a dimension.
+            # The axes after this one become one dimension; 0 keeps a dimension.
             kept = [0] * (axis + 1)
             dx = op.MatMul(matrix, op.Reshape(dx, [*kept, -1]))
             dx = op.Reshape(dx, _behind(node, kept))
@@ -147,8 +147,8 @@ def _unit_response(node: ForwardNode, axes: list[int], axis: int) -> ir.Value:
 def _copies(node: ForwardNode) -> ir.Value:
     """How often to repeat an extra axis of length 1 of the unit matrix: 2, or 1 if X keeps its shape.
 
-    If no length changes, onnxruntime copies X whatever the scales are. This must not happen to the matrix of
-    an axis that keeps its length while another axis of X changes.
+    If no length changes, onnxruntime copies X without regard to the scales. This must not happen to the
+    matrix of an axis that keeps its length while another axis of X changes.
     """
     op, x, y = node.op, node.input(0), node.output(0)
     dims = zip(x.shape or [], y.shape or [], strict=False)
@@ -170,8 +170,8 @@ def _common_factor(node: ForwardNode, axes: list[int], same: dict[str, Any]) -> 
     independent = same["coordinate_transformation_mode"] in ("half_pixel", "asymmetric")
     if not independent or same["antialias"] or same["exclude_outside"]:
         raise node.unsupported(
-            f"keep_aspect_ratio_policy {policy} is differentiated with the coordinates half_pixel and "
-            "asymmetric only, without antialias and exclude_outside"
+            f"keep_aspect_ratio_policy {policy} is differentiated only with the coordinates half_pixel and "
+            "asymmetric, without antialias and exclude_outside"
         )
     lengths = op.Cast(op.Gather(op.shape_of(node.input(0)), axes), to=TensorProto.FLOAT)
     factors = op.Cast(node.input(3), to=TensorProto.FLOAT) / lengths

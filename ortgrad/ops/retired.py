@@ -1,6 +1,6 @@
 """Operators that ONNX has removed or changed, and onnxruntime still runs in models of opset 9 and older.
 
-Their definitions take their place when a model is converted to a newer opset (`passes/opset`), where
+They are replaced by their definitions when a model is converted to a newer opset (`passes/opset`), in which
 onnxruntime does not know them.
 """
 
@@ -53,10 +53,10 @@ def image_scaler(op: Recorder, node: NodeView) -> ir.Value:
 
 @definition("Crop", domain=RETIRED)
 def crop(op: Recorder, node: NodeView) -> ir.Value:
-    """The middle of images: without their borders, or of a given size"""
+    """The images without their borders, or a part of a given size"""
     border, size = _required(node, "border"), node.attribute("scale")
     if len(border) != 4 or len(size or (0, 0)) != 2:
-        raise node.unsupported("its border has four elements, and its scale has two")
+        raise node.unsupported("its border must have four elements, and its scale two")
     left, top, right, bottom = border
     ends = [-bottom or _END, -right or _END] if size is None else [top + size[0], left + size[1]]
     cropped: ir.Value = op.Slice(node.input(0), [top, left], ends, [2, 3])

@@ -50,8 +50,8 @@ def split_to_sequence_gradient(node: ForwardNode) -> ir.Value:
         split = node.optional(1)
         if split is not None and (split.shape is None or len(split.shape) != 1):
             raise node.unsupported(
-                "it has keepdims=0 and a split that is not known to be a vector: ONNX ignores keepdims then, "
-                "onnxruntime does not; leave the split or keepdims out"
+                "it has keepdims=0 and a split that is not known to be a vector: ONNX then ignores keepdims, "
+                "onnxruntime does not; leave out the split or keepdims"
             )
         squeezed = split is None
     return _concatenated(op, node.grad(0), x, axis, squeezed)
@@ -108,7 +108,7 @@ def _concatenated(op: Recorder, sequence: ir.Value, like: ir.Value, axis: int, n
     known = like.shape[axis] if like.shape is not None and len(like.shape) else None
     if isinstance(known, int) and known > 0:
         return concatenated(op)
-    # onnxruntime does not concatenate nothing.
+    # onnxruntime does not concatenate an empty sequence.
     branches = {
         "then_branch": op.subgraph("empty", [], lambda op: [op.full_like(like, 0.0)]),
         "else_branch": op.subgraph("concat", [], lambda op: [concatenated(op)]),

@@ -25,7 +25,7 @@ def squeeze_gradient(node: ForwardNode) -> ir.Value:
     if axes is None or not axes.size:
         return reshape_gradient(node)
     inverse = node.op.Unsqueeze if node.op_type == "Squeeze" else node.op.Squeeze
-    # onnxruntime takes a scalar for the axes of Unsqueeze, but not for those of Squeeze.
+    # onnxruntime accepts a scalar as the axes of Unsqueeze, but not of Squeeze.
     return inverse(node.grad(0), axes.reshape(-1).astype(np.int64))
 
 
@@ -46,7 +46,7 @@ def tile_gradient(node: ForwardNode) -> ir.Value:
     op, x, repeats = node.op, node.input(0), node.constant(1)
     rank = _known_rank(x)
     if rank is None:
-        # Alternately the repetitions and the lengths of all axes.
+        # The repetitions and the lengths of all axes, interleaved.
         pairs = op.Concat(op.Unsqueeze(node.input(1), [1]), op.Unsqueeze(op.Shape(x), [1]), axis=1)
         split = op.Reshape(node.grad(0), op.Reshape(pairs, [-1]), allowzero=1)
         sums = op.Range(0, op.Size(pairs), 2)
@@ -74,7 +74,7 @@ def _known_rank(value: ir.Value) -> int | None:
 
 
 def _length(op: Recorder, value: ir.Value, axis: int) -> int | ir.Value:
-    """The length of an axis: a number if it is known, else a vector of one."""
+    """The length of an axis: a number if it is known, else a vector of length 1."""
     known = value.shape[axis] if value.shape is not None else None
     if isinstance(known, int):
         return known
@@ -197,7 +197,7 @@ def _slice_axes(node: ForwardNode) -> ir.Value:
 
 
 def _static_pads(node: ForwardNode) -> list[int] | None:
-    """How much a slice with constant bounds cut off before and after, by axis; None if not known."""
+    """What a slice with constant bounds cuts off before and after it, by axis; None if not known."""
     starts, ends, shape = node.constant(1), node.constant(2), node.input(0).shape
     axes = np.arange(len(starts)) if starts is not None and node.optional(3) is None else node.constant(3)
     if starts is None or ends is None or axes is None or shape is None:

@@ -9,7 +9,7 @@ from onnx import TensorProto
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient, no_gradient
 from ortgrad.graph.lazy import Recorder, ir
 
-# A table of filters for given frequencies, which ONNX calls not differentiable.
+# A table of filters for given frequencies, which ONNX declares not differentiable.
 no_gradient("MelWeightMatrix")
 
 
@@ -48,7 +48,7 @@ _LONGEST_PRODUCT = 1024
 def _is_long(length: int | None) -> bool:
     """Whether onnxruntime's DFT of this length is faster than a product, and as accurate.
 
-    For lengths that are no power of 2 its relative error is 1e-4 in float32.
+    For lengths that are not powers of 2, its relative error is 1e-4 in float32.
     """
     return length is not None and length > _LONGEST_PRODUCT and length & (length - 1) == 0
 
@@ -92,7 +92,7 @@ def _known_length(node: ForwardNode) -> int | None:
 
 
 def _frame_length(node: ForwardNode) -> ir.Value:
-    """The number of elements of a frame, as a vector of one."""
+    """The number of elements of a frame, as a vector of length 1."""
     op, given, window = node.op, node.optional(3), node.optional(2)
     if given is not None:
         return op.Cast(op.Reshape(given, [1]), to=TensorProto.INT64)
@@ -105,7 +105,7 @@ def _overlap_add(op: Recorder, frames: ir.Value, step: ir.Value, signal: ir.Valu
     """The sum of frames (batch, frames, length, parts) that begin `step` apart, in the shape of x.
 
     Frames are cut into blocks of `step`. The r-th blocks of all frames are moved by r, so that blocks of the
-    same time are below each other: rows that are longer by one than the rows they are read as.
+    same time are in one column: rows are written one block longer than they are read.
     """
     count, length = op.Shape(frames, start=1, end=2), op.Shape(frames, start=2, end=3)
     outer, parts = op.Shape(frames, end=1), op.Shape(frames, start=3)

@@ -29,7 +29,7 @@ def lrn_gradient(node: ForwardNode) -> ir.Value:
 
     squares = mean(x * x, [before, 0, size - 1 - before, 0])
     s = squares * alpha + node.attribute("bias")
-    # For the windows that contain a channel, the pads are exchanged.
+    # The windows that contain a channel have the pads exchanged.
     others = mean(dy * y / s, [size - 1 - before, 0, before, 0])
     near = dy * op.Pow(s, -beta)
     return near - x * (2 * alpha * beta) * others
@@ -46,8 +46,8 @@ def col2_im_gradient(node: ForwardNode) -> ir.Value:
     dilations = per_dimension("dilations", node.attribute("dilations"), count)
     if count != 2 and max(dilations) > 1:
         raise node.unsupported(
-            f"with dilations {list(dilations)} and {count} spatial dimensions onnxruntime does not compute "
-            "what ONNX says"
+            f"with dilations {list(dilations)} and {count} spatial dimensions, onnxruntime's result differs "
+            "from ONNX's"
         )
     heads, tails = explicit_pads(node.attribute("pads"), count)
     if any((*heads, *tails)):
@@ -73,7 +73,7 @@ def deform_conv_gradient(node: ForwardNode) -> Gradients:
     known = node.attribute("kernel_shape") or (list(w.shape)[2:] if w.shape is not None else [])
     sizes = [n for n in known if isinstance(n, int)]
     if len(sizes) != 2 or len(known) != 2:
-        raise node.unsupported("it has not two spatial dimensions, or the kernel size is not known")
+        raise node.unsupported("its kernel size is not known, or it does not have two spatial dimensions")
     taps = math.prod(sizes)
     group, sets = node.attribute("group"), node.attribute("offset_group")
     # Images are the channels that share their offsets: (N * sets, C / sets, H, W).
@@ -186,7 +186,7 @@ class _Reads:
         if ratio > 0:
             numbers, count = op.Range(0, ratio, 1), op.number(float(ratio), rois)
         else:
-            # One per element of X in each region; all get the number of the largest, and the rest is unused.
+            # One per element of X in each region; all get the number of the largest, some of them unused.
             count = op.Ceil(step)
             most = op.ReduceMax(
                 op.Concat(op.Reshape(count, [-1]), op.CastLike([1], rois), axis=0), keepdims=0
@@ -243,7 +243,7 @@ def _mean_of_regions(node: ForwardNode) -> ir.Value:
 
 def _maximum_of_regions(node: ForwardNode) -> ir.Value:
     """onnxruntime takes the maximum of the elements around all samples, each times its weight."""
-    op, x, dy = node.op, node.input(0), node.grad(0)
+    op = node.op
     tall, wide = _Reads(node, 0), _Reads(node, 1)
     # (regions, output rows, output columns, sample rows, sample columns, 2, 2)
     (row, row_weight), (column, column_weight) = tall.corners([2, 4, 6]), wide.corners([1, 3, 5])
@@ -253,30 +253,51 @@ def _maximum_of_regions(node: ForwardNode) -> ir.Value:
     exists = None
     if tall.exists is not None and wide.exists is not None:
         exists = op.And(op.Unsqueeze(tall.exists, [2, 4, 5, 6]), op.Unsqueeze(wide.exists, [1, 3, 5, 6]))
-        weight = weight * op.CastLike(exists, weight)
         exists = op.Expand(exists, op.Shape(weight))
-    # Now (regions, outputs, terms of the maximum, C).
+    return _from_maxima(node, index, exists, weight)
+
+
+def _from_maxima(
+    node: ForwardNode, index: ir.Value, exists: ir.Value | None, weight: ir.Value | None = None
+) -> ir.Value:
+    """dX, where each output is the maximum of some elements of X, each times its weight.
+
+    The elements are numbered with their images, as (regions, output rows, output columns, ...); `exists` says
+    which of them exist.
+    """
+    op, x, dy = node.op, node.input(0), node.grad(0)
     regions, channels = op.Shape(node.input(1), end=1), op.Shape(x, start=1, end=2)
-    outputs = node.attribute("output_height") * node.attribute("output_width")
-    flat = op.Concat(regions, [outputs, -1], axis=0)
-    index, weight = op.Reshape(index, flat), op.Unsqueeze(op.Reshape(weight, flat), [3])
-    by_place = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])
-    elements = op.Reshape(by_place, op.Concat([-1], channels, axis=0))
-    terms = op.Gather(elements, index) * weight
+    # Now (regions, outputs, terms of the maximum, C).
+    outputs = op.ReduceProd(op.Shape(dy, start=2), keepdims=1)
+    flat = op.Concat(regions, outputs, op.ReduceProd(op.Shape(index, start=3), keepdims=1), axis=0)
+    index = op.Max(op.Reshape(index, flat, allowzero=1), 0)
+    places = op.Concat(op.Shape(x, end=2), op.ReduceProd(op.Shape(x, start=2), keepdims=1), axis=0)
+    by_place = op.Transpose(op.Reshape(x, places, allowzero=1), perm=[0, 2, 1])
+    count = op.ReduceProd(op.Shape(by_place, end=2), keepdims=1)
+    # One more, so that an image without elements has one to read.
+    elements = op.Pad(op.Reshape(by_place, op.Concat(count, channels, axis=0), allowzero=1), [0, 0, 1, 0])
+    terms = op.Gather(elements, index)
+    rows = op.Concat(regions, outputs, [1], channels, axis=0)
+    parts = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), rows, allowzero=1)
+    if weight is not None:
+        weight = op.Unsqueeze(op.Reshape(weight, flat, allowzero=1), [3])
+        terms, parts = terms * weight, parts * weight
     if exists is not None:
-        terms = op.Where(op.Unsqueeze(op.Reshape(exists, flat), [3]), terms, -math.inf)
-    first = op.ArgMax(terms, axis=2, keepdims=1)
+        exists = op.Unsqueeze(op.Reshape(exists, flat, allowzero=1), [3])
+        terms = op.Where(exists, terms, -math.inf)
     numbers = op.Unsqueeze(op.Range(0, op.Gather(op.Shape(index), 2), 1), [1])
-    dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), op.Concat(regions, [outputs, 1], channels, axis=0))
-    parts = op.Where(op.Equal(numbers, first), dy * weight, 0.0)
-    grads = op.Reshape(op.GatherGrad(op.Shape(elements), index, parts, axis=0), op.Shape(by_place))
-    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x))
+    chosen = op.Equal(numbers, op.ArgMax(terms, axis=2, keepdims=1))
+    # A part without elements, of a region beyond the image, has an output of 0.
+    chosen = chosen if exists is None else op.And(chosen, exists)
+    grads = op.GatherGrad(op.Shape(elements), index, op.Where(chosen, parts, 0.0), axis=0)
+    grads = op.Reshape(op.Slice(grads, [0], count, [0]), op.Shape(by_place), allowzero=1)
+    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x), allowzero=1)
 
 
 @gradient("MaxRoiPool")
 def max_roi_pool_gradient(node: ForwardNode) -> ir.Value:
     """dX = dY at the maximum of each part of a region; the regions have no gradient"""
-    op, x, dy = node.op, node.input(0), node.grad(0)
+    op, x = node.op, node.input(0)
     rows, row_there = _region_parts(node, 0)
     columns, column_there = _region_parts(node, 1)
     # (regions, output rows, output columns, elements of a part), then the elements flat.
@@ -285,26 +306,7 @@ def max_roi_pool_gradient(node: ForwardNode) -> ir.Value:
     index = op.Unsqueeze(rows, [2, 4]) * width + op.Unsqueeze(columns, [1, 3])
     index = index + op.Unsqueeze(image, [2, 3, 4])
     there = op.And(op.Unsqueeze(row_there, [2, 4]), op.Unsqueeze(column_there, [1, 3]))
-    regions, channels = op.Shape(node.input(1), end=1), op.Shape(x, start=1, end=2)
-    outputs = math.prod(node.attribute("pooled_shape"))
-    flat = op.Concat(regions, [outputs], op.ReduceProd(op.Shape(index, start=3), keepdims=1), axis=0)
-    index = op.Max(op.Reshape(index, flat, allowzero=1), 0)
-    there = op.Unsqueeze(op.Reshape(there, flat, allowzero=1), [3])
-    places = op.Concat(op.Shape(x, end=2), op.ReduceProd(op.Shape(x, start=2), keepdims=1), axis=0)
-    by_place = op.Transpose(op.Reshape(x, places, allowzero=1), perm=[0, 2, 1])
-    count = op.ReduceProd(op.Shape(by_place, end=2), keepdims=1)
-    # One more, so that an image without elements has one to read.
-    elements = op.Pad(op.Reshape(by_place, op.Concat(count, channels, axis=0), allowzero=1), [0, 0, 1, 0])
-    terms = op.Where(there, op.Gather(elements, index), -math.inf)
-    first = op.ArgMax(terms, axis=2, keepdims=1)
-    numbers = op.Unsqueeze(op.Range(0, op.Gather(op.Shape(index), 2), 1), [1])
-    rows = op.Concat(regions, [outputs, 1], channels, axis=0)
-    dy = op.Reshape(op.Transpose(dy, perm=[0, 2, 3, 1]), rows, allowzero=1)
-    # A part without elements, of a region beyond the image, has an output of 0.
-    parts = op.Where(op.And(op.Equal(numbers, first), there), dy, 0.0)
-    grads = op.GatherGrad(op.Shape(elements), index, parts, axis=0)
-    grads = op.Reshape(op.Slice(grads, [0], count, [0]), op.Shape(by_place), allowzero=1)
-    return op.Reshape(op.Transpose(grads, perm=[0, 2, 1]), op.shape_of(x), allowzero=1)
+    return _from_maxima(node, index, there)
 
 
 def _region_parts(node: ForwardNode, axis: int) -> tuple[ir.Value, ir.Value]:
@@ -322,7 +324,7 @@ def _region_parts(node: ForwardNode, axis: int) -> tuple[ir.Value, ir.Value]:
         op.Cast(op.Min(op.Max(place + start, 0.0), last), to=TensorProto.INT64)
         for place in (op.Floor(numbers * step), op.Ceil((numbers + 1.0) * step))
     )
-    # All parts get as many elements as the largest, at least one.
+    # All parts get the number of elements of the largest, and at least one.
     longest = op.ReduceMax(op.Concat(op.Reshape(beyond - first, [-1]), [1], axis=0), keepdims=0)
     places = op.Unsqueeze(first, [2]) + op.Range(0, longest, 1)
     return op.Min(places, size - 1), op.Less(places, op.Unsqueeze(beyond, [2]))

@@ -224,7 +224,7 @@ def test_others_are_refused(op_type: str, opset: int) -> None:
         ortgrad.build_gradient_model(model, wrt="x")
 
 
-OF_A_CROP = "its border has four elements, and its scale has two"
+OF_A_CROP = "its border must have four elements, and its scale two"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ OF_A_CROP = "its border has four elements, and its scale has two"
         (
             "Crop",
             {"border": [1, 2, 1, 0], "scale": [1]},
-            "its border has four elements, and its scale has two",
+            "its border must have four elements, and its scale two",
         ),
     ],
 )

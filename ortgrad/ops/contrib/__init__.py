@@ -1,1 +1,1 @@
-"""Definitions of onnxruntime's own operators, as optimised models hold them, in standard operators."""
+"""Definitions of onnxruntime's own operators, which its optimizer puts into models, in standard operators."""

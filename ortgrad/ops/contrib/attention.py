@@ -12,10 +12,10 @@ from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.ops._heads import HEADS_FIRST, merge_heads, pairs, regrouped, split_heads
 from ortgrad.ops._types import cast_like
 from ortgrad.ops.contrib._packed import dequantized
 
-_HEADS_FIRST = [0, 2, 1, 3]
 _END = np.iinfo(np.int64).max
 
 
@@ -23,8 +23,6 @@ _END = np.iinfo(np.int64).max
 def attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
     """softmax(scale Q K' + mask) V, where Q, K and V are parts of X W + bias"""
     _refuse_buffers(node, 6)
-    if node.attribute("do_rotary", 0):
-        raise node.unsupported("do_rotary is set, which onnxruntime computes on no CPU")
     projected, bias = op.MatMul(node.input(0), node.input(1)), node.optional(2)
     if bias is not None:
         projected = projected + bias
@@ -35,8 +33,6 @@ def attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
 def q_attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
     """Attention of X and W that are quantized, W with a scale for all elements or for each column"""
     _refuse_buffers(node)
-    if node.attribute("do_rotary", 0):
-        raise node.unsupported("do_rotary is set, which onnxruntime computes on no CPU")
     x, w = (
         dequantized(op, node.input(i), node.input(i + 3), node.optional(i + 6), like=node.input(2))
         for i in (0, 1)
@@ -48,13 +44,15 @@ def _self_attention(
     op: Recorder, node: NodeView, projected: ir.Value, *, mask: int, past: int, bias: int | None = None
 ) -> Sequence[ir.Value | None]:
     """The result and the keys and values; `mask`, `past` and `bias` are positions of inputs."""
+    if node.attribute("do_rotary", 0):
+        raise node.unsupported("do_rotary is set, for which onnxruntime has no CPU kernel")
     heads, before = node.attribute("num_heads"), node.optional(past)
     sizes = node.attribute("qkv_hidden_sizes")
     if sizes:
         parts = op.Split(projected, sizes, axis=2, _outputs=3)
     else:
         parts = op.Split(projected, axis=2, num_outputs=3, _outputs=3)
-    q, k, v = (_heads(op, part, heads) for part in parts)
+    q, k, v = (split_heads(op, part, heads) for part in parts)
     if before is not None:
         past_key, past_value = (op.Gather(before, np.array(i), axis=0) for i in (0, 1))
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
@@ -63,7 +61,7 @@ def _self_attention(
     present = None
     if node.has_output(1):
         present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
-    return _merge(op, y), present
+    return merge_heads(op, y), present
 
 
 @definition("MultiHeadAttention", domain=DOMAIN)
@@ -76,7 +74,7 @@ def multi_head_attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | No
     if past_key is not None:
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     y, scores = _attend(op, node, q, k, v, mask=4, bias=5, causal=bool(node.attribute("unidirectional", 0)))
-    return _merge(op, y), k, v, scores
+    return merge_heads(op, y), k, v, scores
 
 
 def _query_key_value(
@@ -92,7 +90,7 @@ def _query_key_value(
     width = op.Shape(query, start=2, end=3)
     if bias is not None:
         query = query + op.Slice(bias, [0], width, [0])
-    q = _heads(op, query, heads)
+    q = split_heads(op, query, heads)
     if key is None:
         raise node.unsupported("it has neither keys nor a packed query")
     if node.rank(1) == 5:
@@ -109,25 +107,16 @@ def _query_key_value(
         middle = width + op.Shape(key, start=2, end=3)
         key = key + op.Slice(bias, width, middle, [0])
         value = value + op.Slice(bias, middle, [_END], [0])
-    return q, _heads(op, key, heads), _heads(op, value, heads)
+    return q, split_heads(op, key, heads), split_heads(op, value, heads)
 
 
 def _part(op: Recorder, packed: ir.Value, i: int) -> ir.Value:
-    return op.Transpose(op.Gather(packed, np.array(i), axis=3), perm=_HEADS_FIRST)
+    return op.Transpose(op.Gather(packed, np.array(i), axis=3), perm=HEADS_FIRST)
 
 
 def _refuse_buffers(node: NodeView, *inputs: int) -> None:
     if node.attribute("past_present_share_buffer", 0) or any(node.optional(i) is not None for i in inputs):
         raise node.unsupported("its past and present share a buffer")
-
-
-def _heads(op: Recorder, value: ir.Value, heads: int) -> ir.Value:
-    """[batch, head, length, width] from [batch, length, head * width]"""
-    return op.Transpose(op.Reshape(value, [0, 0, heads, -1]), perm=_HEADS_FIRST)
-
-
-def _merge(op: Recorder, value: ir.Value) -> ir.Value:
-    return op.Reshape(op.Transpose(value, perm=_HEADS_FIRST), [0, 0, -1])
 
 
 def _attend(
@@ -163,7 +152,7 @@ def _scale(op: Recorder, node: NodeView, q: ir.Value) -> ir.Value:
     scale = node.attribute("scale", 0.0)
     if scale:
         return op.number(scale, q)
-    return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(q, start=3, end=4), q)))
+    return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(q, start=-1), q)))
 
 
 def _lowest(op: Recorder, like: ir.Value) -> ir.Value:
@@ -180,7 +169,7 @@ def _allowed(op: Recorder, node: NodeView, i: int, q: ir.Value, k: ir.Value) -> 
     """Which queries may see which keys, to be broadcast to [batch, head, query, key]"""
     mask, rank = node.input(i), node.rank(i)
     if rank > 3:
-        raise node.unsupported("its mask has four dimensions, which onnxruntime computes on no CPU")
+        raise node.unsupported("its mask has four dimensions, for which onnxruntime has no CPU kernel")
     if rank > 1:
         return op.Unsqueeze(op.Greater(mask, op.CastLike(0, mask)), [1, 2] if rank == 2 else [1])
     # The exclusive ends of all sequences, which may be followed by their inclusive starts.
@@ -235,7 +224,7 @@ def m_rotary_embedding(op: Recorder, node: NodeView) -> ir.Value:
 def _rotary(op: Recorder, node: NodeView, angles: Sequence[ir.Value]) -> ir.Value:
     x, width = node.input(0), node.attribute("rotary_embedding_dim", 0)
     if node.rank() == 4:
-        tokens = op.Transpose(x, perm=_HEADS_FIRST)
+        tokens = op.Transpose(x, perm=HEADS_FIRST)
     elif width or node.op_type == "MRotaryEmbedding":
         tokens = op.Reshape(x, [0, 0, node.attribute("num_heads"), -1])
     else:
@@ -243,7 +232,7 @@ def _rotary(op: Recorder, node: NodeView, angles: Sequence[ir.Value]) -> ir.Valu
         tokens = op.Reshape(x, op.Concat([0], [0], [-1], half + half, axis=0))
     y = _rotated(op, tokens, *angles, interleaved=bool(node.attribute("interleaved", 0)), width=width)
     if node.rank() == 4:
-        return op.Transpose(y, perm=_HEADS_FIRST)
+        return op.Transpose(y, perm=HEADS_FIRST)
     return op.Reshape(y, op.Shape(x))
 
 
@@ -254,14 +243,10 @@ def _rotated(
     rest = None
     if width:
         x, rest = op.Slice(x, [0], [width], [3]), op.Slice(x, [width], [_END], [3])
-    if interleaved:
-        a, b = (op.Slice(x, [i], [_END], [3], [2]) for i in (0, 1))
-    else:
-        a, b = op.Split(x, axis=3, num_outputs=2, _outputs=2)
+    a, b = pairs(op, x, interleaved)
     first, second = a * cos - b * sin, b * cos + a * sin
     if interleaved:
-        pairs = op.Concat(op.Unsqueeze(first, [4]), op.Unsqueeze(second, [4]), axis=4)
-        y = op.Reshape(pairs, op.Shape(x))
+        y = op.Reshape(op.Concat(op.Unsqueeze(first, [4]), op.Unsqueeze(second, [4]), axis=4), op.Shape(x))
     else:
         y = op.Concat(first, second, axis=3)
     return y if rest is None else op.Concat(y, rest, axis=3)
@@ -271,11 +256,11 @@ def _rotated(
 def group_query_attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
     """Causal attention in which several query heads share a key, with a cache of keys and values"""
     if node.attribute("sliding_window_cache", 0):
-        raise node.unsupported("its cache holds a window only")
+        raise node.unsupported("its cache contains a window only")
     if node.attribute("k_quant_type", "NONE") != "NONE" or node.attribute("v_quant_type", "NONE") != "NONE":
-        raise node.unsupported("its cache is quantised")
+        raise node.unsupported("its cache is quantized")
     if node.optional(14) is not None:
-        raise node.unsupported("it normalizes queries, which onnxruntime computes on no CPU")
+        raise node.unsupported("it normalizes queries, for which onnxruntime has no CPU kernel")
     heads, shared = node.attribute("num_heads"), node.attribute("kv_num_heads")
     query, key, value = node.input(0), node.optional(1), node.optional(2)
     if key is None:
@@ -299,14 +284,14 @@ def group_query_attention(op: Recorder, node: NodeView) -> Sequence[ir.Value | N
         interleaved = bool(node.attribute("rotary_interleaved", 0))
         width = _rotary_width(node)
         q, k = (_rotated(op, x, cos, sin, interleaved=interleaved, width=width) for x in (q, k))
-    q, k, v = (op.Transpose(x, perm=_HEADS_FIRST) for x in (q, k, v))
+    q, k, v = (op.Transpose(x, perm=HEADS_FIRST) for x in (q, k, v))
     keys, values = (_with_past(op, node, i, new, held, total) for i, new in ((3, k), (4, v)))
     y, scores = _grouped(op, node, q, keys, values, held, ends, offsets)
-    return _merge(op, y), keys, values, scores
+    return merge_heads(op, y), keys, values, scores
 
 
 def _rotary_width(node: NodeView) -> int:
-    """The number of elements that are rotated, if that is not the whole head: 0 if it is."""
+    """The number of elements of a head that are rotated; 0 if all of them are."""
     cos, query = node.input(7).shape, node.input(0).shape
     heads = node.attribute("num_heads")
     if node.optional(1) is None:
@@ -320,7 +305,7 @@ def _rotary_width(node: NodeView) -> int:
 def _with_past(
     op: Recorder, node: NodeView, i: int, new: ir.Value, held: ir.Value, total: ir.Value
 ) -> ir.Value:
-    """What the cache holds of each sequence, followed by what is new; the rest is zero."""
+    """The cached tokens of each sequence, followed by the new ones and zeros."""
     past = node.optional(i)
     if past is None:
         return new
@@ -348,18 +333,9 @@ def _grouped(
     offsets: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
     heads, shared = node.attribute("num_heads"), node.attribute("kv_num_heads")
-    if heads != shared:
-        # [batch, key head, query heads of it, ...]
-        q = op.Reshape(
-            q, op.Concat(op.Shape(q, end=1), [shared, heads // shared], op.Shape(q, start=2), axis=0)
-        )
-        k, v = op.Unsqueeze(k, [2]), op.Unsqueeze(v, [2])
-    swapped = [0, 1, 2, 4, 3] if heads != shared else [0, 1, 3, 2]
-    scores = op.MatMul(q, op.Transpose(k, perm=swapped))
-    if heads != shared:
-        tail = op.Shape(scores, start=3)
-        scores = op.Reshape(scores, op.Concat(op.Shape(scores, end=1), [heads], tail, axis=0))
-    scores = scores * _scale_of_heads(op, node, q)
+    rows = q if heads == shared else regrouped(op, q, shared)
+    scores = op.MatMul(rows, op.Transpose(k, perm=[0, 1, 3, 2])) * _scale(op, node, q)
+    scores = scores if heads == shared else regrouped(op, scores, heads)
     cap = node.attribute("softcap", 0.0)
     if cap:
         scores = op.Tanh(scores * (1 / cap)) * cap
@@ -382,7 +358,7 @@ def _grouped(
     scores = op.Where(allowed, scores, _lowest(op, q))
     sink = node.optional(11)
     if sink is not None or node.attribute("smooth_softmax", 0) == 1:
-        # One more column, which takes its share and has no value.
+        # One more column, which takes part in the softmax and has no value.
         like = op.Slice(scores, [0], [1], [3])
         extra = (
             op.full_like(like, 0.0)
@@ -393,22 +369,10 @@ def _grouped(
         p = op.Slice(p, [0], [-1], [3])
     else:
         p = op.Softmax(scores, axis=-1)
-    rows = p
-    if heads != shared:
-        rows = op.Reshape(
-            p, op.Concat(op.Shape(p, end=1), [shared, heads // shared], op.Shape(p, start=2), axis=0)
-        )
-    y = op.MatMul(rows, v)
-    if heads != shared:
-        y = op.Reshape(y, op.Concat(op.Shape(y, end=1), [heads], op.Shape(y, start=3), axis=0))
-    return y, before if node.attribute("qk_output", 0) == 1 else p
-
-
-def _scale_of_heads(op: Recorder, node: NodeView, q: ir.Value) -> ir.Value:
-    scale = node.attribute("scale", 0.0)
-    if scale:
-        return op.number(scale, q)
-    return op.Reciprocal(op.Sqrt(op.CastLike(op.Shape(q, start=-1), q)))
+    y = op.MatMul(p if heads == shared else regrouped(op, p, shared), v)
+    return y if heads == shared else regrouped(op, y, heads), before if node.attribute(
+        "qk_output", 0
+    ) == 1 else p
 
 
 @definition("GatedRelativePositionBias", domain=DOMAIN)
@@ -417,7 +381,7 @@ def gated_relative_position_bias(op: Recorder, node: NodeView) -> ir.Value:
     if node.optional(6) is not None:
         raise node.unsupported("its tokens are packed")
     query, bias, positions, weight, weight_bias, eco = (node.input(i) for i in range(6))
-    q = _heads(op, query + bias, node.attribute("num_heads"))
+    q = split_heads(op, query + bias, node.attribute("num_heads"))
     gates = op.Reshape(op.MatMul(q, weight) + weight_bias, [0, 0, 0, 2, -1])
     u, r = op.Split(op.Sigmoid(op.ReduceSum(gates, [-1], keepdims=0)), axis=-1, num_outputs=2, _outputs=2)
     return (u * (r * eco - 1.0) + 2.0) * positions
@@ -425,13 +389,11 @@ def gated_relative_position_bias(op: Recorder, node: NodeView) -> ir.Value:
 
 @definition("RelativePositionBias", domain=DOMAIN)
 def relative_position_bias(op: Recorder, node: NodeView) -> ir.Value:
-    """The bias of every pair of positions, by the bucket of their distance, as T5 has it"""
-    table, (rows, columns) = (
-        node.input(0),
-        (
-            op.Range(0, op.Reshape(op.Cast(node.input(i), to=TensorProto.INT64), np.zeros(0, np.int64)), 1)
-            for i in (1, 2)
-        ),
+    """The bias of every pair of positions, by the bucket of their distance, as in T5"""
+    table = node.input(0)
+    rows, columns = (
+        op.Range(0, op.Reshape(op.Cast(node.input(i), to=TensorProto.INT64), np.zeros(0, np.int64)), 1)
+        for i in (1, 2)
     )
     buckets = None if table.shape is None else table.shape[0]
     if not isinstance(buckets, int):

@@ -1,7 +1,8 @@
 """Mixtures of experts.
 
-The definitions compute all experts for all tokens and add up what the router chose. onnxruntime computes the
-chosen ones only, so the gradient of a mixture of many experts takes longer than its forward pass.
+The definitions compute all experts for all tokens and add up the results that the router chose. onnxruntime
+computes the chosen experts only, so the gradient of a mixture of many experts takes longer than its forward
+pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.ops._heads import pairs
 from ortgrad.ops._types import cast_like
 from ortgrad.ops.contrib._packed import unpacked
 from ortgrad.ops.contrib.fused import fast_gelu_of
@@ -34,7 +36,7 @@ class _Layer:
 
 @definition("MoE", domain=DOMAIN)
 def mixture_of_experts(op: Recorder, node: NodeView) -> ir.Value:
-    """The sum over the best k experts of their share of softmax(router_probs) times what they compute"""
+    """The sum over the best k experts of their share of softmax(router_probs) times their result"""
     _refuse(node, 6, 7)
     best, chosen = op.TopK(op.Softmax(node.input(1), axis=1), [node.attribute("k", 1)], axis=1, _outputs=2)
     if node.attribute("normalize_routing_weights", 0):
@@ -48,7 +50,7 @@ def quantized_mixture_of_experts(op: Recorder, node: NodeView) -> ir.Value:
     """MoE with weights of a few bits, and the softmax of the best k of router_probs, or router_weights"""
     _refuse(node, 8, 9, 10, 13)
     if node.attribute("quant_type", "int") != "int" or node.attribute("weights_prepacked", 0) > 0:
-        raise node.unsupported("its weights are no plain integers, which onnxruntime computes on no CPU")
+        raise node.unsupported("its weights are not plain integers; onnxruntime has no CPU kernel for others")
     best, chosen = op.TopK(node.input(1), [node.attribute("k", 1)], axis=1, _outputs=2)
     weights = node.optional(14)
     if weights is None:
@@ -64,9 +66,9 @@ def quantized_mixture_of_experts(op: Recorder, node: NodeView) -> ir.Value:
 
 def _refuse(node: NodeView, *gates: int) -> None:
     if any(node.optional(i) is not None for i in gates):
-        raise node.unsupported("it has a third layer, which onnxruntime computes on no CPU")
+        raise node.unsupported("it has a third layer, for which onnxruntime has no CPU kernel")
     if node.attribute("use_sparse_mixer", 0):
-        raise node.unsupported("use_sparse_mixer is set, which onnxruntime computes on no CPU")
+        raise node.unsupported("use_sparse_mixer is set, for which onnxruntime has no CPU kernel")
 
 
 def _dequantized_rows(
@@ -78,7 +80,7 @@ def _dequantized_rows(
     weight = cast_like(op, unpacked(op, node, node.input(i), bits), like)
     whole = node.rank(i + 1) == 2
     if zeros is not None:
-        # Packed along the rows, or along the blocks of a row; the last byte may have some bits left.
+        # Packed along the rows, or along the blocks of a row; the last byte may have unused bits.
         axis = 1 if whole else 2
         count = op.Shape(scales, start=axis, end=axis + 1)
         zeros = cast_like(op, op.Slice(unpacked(op, node, zeros, bits), [0], count, [axis]), like)
@@ -96,7 +98,7 @@ def _mixture(
     x, router = node.input(0), node.input(1)
     tokens = x if node.rank() == 2 else op.Reshape(x, op.Concat([-1], op.Shape(x, start=-1), axis=0))
     made = second.apply(op, _activated(op, node, first.apply(op, tokens)))
-    # [token, expert], zero for all but the best.
+    # [token, expert], zero except for the best.
     shares = op.ScatterElements(op.full_like(router, 0.0), chosen, best, axis=1)
     weighted = made * op.Unsqueeze(op.Transpose(shares, perm=[1, 0]), [2])
     y: ir.Value = op.ReduceSum(weighted, [0], keepdims=0)
@@ -114,10 +116,8 @@ def _activated(op: Recorder, node: NodeView, x: ir.Value) -> ir.Value:
     if name == "identity":
         return x
     if name != "swiglu" or node.attribute("swiglu_fusion", 0) != 1:
-        raise node.unsupported(f"its activation {name!r} is one that onnxruntime computes on no CPU")
-    # A gate and a value take turns.
-    end = np.iinfo(np.int64).max
-    gate, value = (op.Slice(x, [i], [end], [2], [2]) for i in (0, 1))
+        raise node.unsupported(f"onnxruntime has no CPU kernel for its activation {name!r}")
+    gate, value = pairs(op, x, interleaved=True)
     limit = node.attribute("swiglu_limit", np.inf)
     if np.isfinite(limit):
         gate = op.Clip(gate, None, op.number(limit, x))

@@ -14,7 +14,7 @@ from ortgrad.ops._scan import Results, scan
 from ortgrad.ops._types import narrowed, widened
 
 _RULES = ("linear", "gated", "delta", "gated_delta")
-# From [batch, length, head, ...] to the order of Scan.
+# From [batch, length, head, ...] to [length, batch, head, ...], which Scan reads.
 _LENGTH_FIRST = [1, 0, 2, 3, 4]
 
 
@@ -25,7 +25,7 @@ def linear_attention(op: Recorder, node: NodeView) -> Sequence[ir.Value]:
     if rule not in _RULES:
         raise node.unsupported(f"its update_rule {rule!r} is not known")
     if node.attribute("state_window", 0):
-        raise node.unsupported("state_window is set, which onnxruntime computes on no CPU")
+        raise node.unsupported("state_window is set, for which onnxruntime has no CPU kernel")
     query, shared = node.attribute("q_num_heads"), node.attribute("kv_num_heads")
     q, k, v = (widened(op, node.input(i)) for i in range(3))
     width = op.Shape(op.Reshape(q, [0, 0, query, -1]), start=3, end=4)

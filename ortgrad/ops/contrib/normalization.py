@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
@@ -48,23 +48,34 @@ def simplified_layer_normalization(op: Recorder, node: NodeView) -> Sequence[ir.
 @definition("EmbedLayerNormalization", domain=DOMAIN)
 def embed_layer_normalization(op: Recorder, node: NodeView) -> Sequence[ir.Value | None]:
     """LayerNormalization of the sum of the embeddings of words, positions and segments"""
-    ids, segments, positions = node.input(0), node.optional(1), node.optional(8)
+
+    def table(i: int, ids: ir.Value | None = None) -> ir.Value:
+        return node.input(i) if ids is None else op.Gather(node.input(i), ids)
+
+    return normalized_embedding(op, node, table, node.optional(8))
+
+
+def normalized_embedding(
+    op: Recorder, node: NodeView, table: Callable[..., ir.Value], positions: ir.Value | None = None
+) -> Sequence[ir.Value]:
+    """The normalized sum of embeddings, the number of words of each sequence, and the sum.
+
+    `table(i)` is the i-th input, `table(i, ids)` some rows of it.
+    """
+    ids, segments, mask = node.input(0), node.optional(1), node.optional(7)
     if positions is None:
-        length = op.Squeeze(op.Shape(ids, start=1, end=2), [0])
-        positions = op.Range(0, length, 1)
-    total = op.Gather(node.input(2), ids) + op.Gather(node.input(3), positions)
+        positions = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2), [0]), 1)
+    total = table(2, ids) + table(3, positions)
     if segments is not None:
-        total = total + op.Gather(node.input(4), segments)
-    y, _, _ = _layer(op, total, node.input(5), node.input(6), node.attribute("epsilon", 1e-12))
-    mask = node.optional(7)
-    # The number of words of each sequence.
+        total = total + table(4, segments)
+    y, _, _ = _layer(op, total, table(5), table(6), node.attribute("epsilon", 1e-12))
     counted = op.Mul(ids, op.CastLike(0, ids)) if mask is None else mask
     return y, op.ReduceSum(counted, [1], keepdims=0), total
 
 
 @definition("GatedRMSNorm", domain=DOMAIN)
 def gated_rms_norm(op: Recorder, node: NodeView) -> ir.Value:
-    """RMSNorm(X) scale activation(gate), over groups of as many elements as scale has"""
+    """RMSNorm(X) scale activation(gate), over groups of the length of scale"""
     x, scale, gate = (widened(op, node.input(i)) for i in range(3))
     name = node.attribute("activation", "silu")
     grouped = op.Reshape(x, op.Concat(op.Shape(x, end=-1), [-1], op.Shape(scale), axis=0))
@@ -89,7 +100,7 @@ def branchwise_rms_norm(op: Recorder, node: NodeView) -> ir.Value:
 
 
 def _is_row(scale: ir.Value, node: NodeView, branches: int) -> bool:
-    """Whether a vector scales every branch alike; its length is that of a branch, or of all of them."""
+    """Whether a vector scales all branches alike: it has the length of one branch, not of all together."""
     shape = node.input(0).shape
     count, width = (None, None) if scale.shape is None or shape is None else (scale.shape[0], shape[-1])
     if not (isinstance(count, int) and isinstance(width, int)):

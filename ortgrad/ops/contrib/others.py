@@ -77,7 +77,7 @@ def trilu(op: Recorder, node: NodeView) -> ir.Value:
 
 @definition("Unique", domain=DOMAIN)
 def unique(op: Recorder, node: NodeView) -> Sequence[ir.Value]:
-    """The different elements in the order of their first occurrence, where they are, and how often"""
+    """The different elements in the order of their first occurrence, their places and their numbers"""
     y, _, places, counts = op.Unique(node.input(0), sorted=0, _outputs=4)
     return y, places, counts
 
@@ -159,13 +159,8 @@ def mat_mul_n_bits(op: Recorder, node: NodeView) -> ir.Value:
     """A B' + bias, with B from integers of a few bits and a scale and zero point per block"""
     if node.attribute("weight_prepacked", 0):
         raise node.unsupported("its weight is packed for another device")
-    a, scales, zeros, groups, bias = (
-        node.input(0),
-        node.input(2),
-        node.optional(3),
-        node.optional(4),
-        node.optional(5),
-    )
+    a, scales = node.input(0), node.input(2)
+    zeros, groups, bias = (node.optional(i) for i in (3, 4, 5))
     bits, size = node.attribute("bits", 4), node.attribute("block_size")
     n, k = node.attribute("N"), node.attribute("K")
     blocks = -(-k // size)
@@ -182,7 +177,7 @@ def mat_mul_n_bits(op: Recorder, node: NodeView) -> ir.Value:
     if groups is None:
         weight = op.Slice(op.Reshape((weight - zero) * scales, [n, -1]), [0], [k], [1])
     else:
-        # The block whose scale and zero point every element has.
+        # `groups` has the block that an element takes its scale and zero point from.
         if zeros is not None:
             zero = op.Gather(op.Squeeze(zero, [2]), groups, axis=1)
         weight = op.Slice(op.Reshape(weight, [n, -1]), [0], [k], [1])
@@ -196,10 +191,8 @@ def mat_mul_bnb4(op: Recorder, node: NodeView) -> ir.Value:
     """A B' with B from 4-bit numbers and a scale per block of its elements"""
     n, k, size = node.attribute("N"), node.attribute("K"), node.attribute("block_size")
     packed, blocks = node.input(1), -(-n * k // size)
-    high, low = (
-        op.BitShift(packed, np.array(4, np.uint8), direction="RIGHT"),
-        op.BitwiseAnd(packed, np.array(15, np.uint8)),
-    )
+    high = op.BitShift(packed, np.array(4, np.uint8), direction="RIGHT")
+    low = op.BitwiseAnd(packed, np.array(15, np.uint8))
     codes = op.Cast(
         op.Reshape(op.Concat(*(op.Reshape(v, [-1, 1]) for v in (high, low)), axis=1), [-1]),
         to=TensorProto.INT64,
@@ -249,5 +242,5 @@ undefined(
     *("AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"),
     *("ReorderInput", "ReorderOutput", "Upsample"),
     domain="com.microsoft.nchwc",
-    why="the model was optimised for one kind of processor; optimise it with ORT_ENABLE_EXTENDED at most",
+    why="the model was optimized for one kind of processor; optimize it with ORT_ENABLE_EXTENDED at most",
 )

@@ -1,4 +1,4 @@
-"""Quantized operators that are fused, or that are a standard one in another layout or of another type."""
+"""Quantized operators that are fused, or are standard operators in another layout or element type."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops.contrib._packed import dequantized, unpacked
+from ortgrad.ops.contrib.normalization import normalized_embedding
 
 
 @definition("NhwcMaxPool", domain=DOMAIN)
@@ -39,12 +40,12 @@ def gather_block_quantized(op: Recorder, node: NodeView) -> ir.Value:
     axis, blocked = node.attribute("gather_axis", 0) % rank, node.attribute("quantize_axis", 1) % rank
     name = "" if data.dtype is None else data.dtype.name
     if name not in ("UINT8", "INT4", "UINT4"):
-        raise node.unsupported(f"its data is of type {name.lower()}, which onnxruntime computes on no CPU")
+        raise node.unsupported(f"its data is of type {name.lower()}, for which onnxruntime has no CPU kernel")
     packed = name == "UINT8"
     if not packed:
         if op.opset < 21:
             raise node.unsupported("its data has 4 bits, which need opset 21 or newer; convert the model")
-        # onnxruntime gathers no 4 bits.
+        # onnxruntime does not gather 4-bit elements.
         data = op.Cast(data, to=TensorProto.INT8)
         zeros = None if zeros is None else op.Cast(zeros, to=TensorProto.INT8)
     if axis == blocked:
@@ -58,7 +59,7 @@ def gather_block_quantized(op: Recorder, node: NodeView) -> ir.Value:
         zeros = None if zeros is None else op.Gather(zeros, indices, axis=axis)
         if packed:
             q = unpacked(op, node, q, bits)
-            # The last byte of the zero points may have bits left, which no block reads.
+            # The last byte of the zero points may have unused bits, which no block reads.
             zeros = None if zeros is None else unpacked(op, node, zeros, bits)
         along = blocked + (node.rank(1) - 1 if blocked > axis else 0)
         length = op.Squeeze(op.Shape(q, start=along, end=along + 1), [0])
@@ -74,22 +75,14 @@ def gather_block_quantized(op: Recorder, node: NodeView) -> ir.Value:
 @definition("QEmbedLayerNormalization", domain=DOMAIN)
 def q_embed_layer_normalization(op: Recorder, node: NodeView) -> Sequence[ir.Value]:
     """LayerNormalization of the sum of quantized embeddings of words, positions and segments"""
-    ids, segments, mask = node.input(0), node.optional(1), node.optional(7)
-    length = op.Squeeze(op.Shape(ids, start=1, end=2), [0])
-    total = _embedded(op, node, 2, ids) + _embedded(op, node, 3, op.Range(0, length, 1))
-    if segments is not None:
-        total = total + _embedded(op, node, 4, segments)
-    gamma, beta = (_embedded(op, node, i, None) for i in (5, 6))
-    y = op.LayerNormalization(total, gamma, beta, axis=-1, epsilon=node.attribute("epsilon", 1e-12))
-    counted = op.Mul(ids, op.CastLike(0, ids)) if mask is None else mask
-    return y, op.ReduceSum(counted, [1], keepdims=0)
 
+    def table(i: int, ids: ir.Value | None = None) -> ir.Value:
+        # The scales follow the tensors and the mask, and the zero points follow the scales.
+        q, scale, zero = node.input(i), node.input(i + 6), node.input(i + 11)
+        return dequantized(op, q if ids is None else op.Gather(q, ids), scale, zero, like=scale)
 
-def _embedded(op: Recorder, node: NodeView, i: int, ids: ir.Value | None) -> ir.Value:
-    """The i-th input, or some rows of it, as floats"""
-    # The scales follow the tensors and the mask, and the zero points follow the scales.
-    table, scale, zero = node.input(i), node.input(i + 6), node.input(i + 11)
-    return dequantized(op, table if ids is None else op.Gather(table, ids), scale, zero, like=scale)
+    y, counts, _ = normalized_embedding(op, node, table)
+    return y, counts
 
 
 @definition("DynamicQuantizeLSTM", domain=DOMAIN)
