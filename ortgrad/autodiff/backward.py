@@ -132,23 +132,21 @@ class BackwardPass:
             with self.op.scoped(name):
                 parts = [self.op.sum(parts)]
             self._contributions[value] = parts
-        self._name(parts[0], name)
-        self._shape(parts[0], value)
+        self._label(parts[0], value, name)
         return parts[0]
 
-    def _name(self, grad: ir.Value, name: str) -> None:
-        """Name a gradient that was recorded here, unless it has been named before."""
+    def _label(self, grad: ir.Value, value: ir.Value, name: str) -> None:
+        """Give a gradient that was recorded here a name, and the shape of its value.
+
+        Inference may not find the shape. A gradient of several values keeps its first name.
+        """
         producer = grad.producer()
-        recorded = producer is not None and producer.graph is None and grad not in self._outside
-        if recorded and grad not in self._named:
+        if producer is None or producer.graph is not None or grad in self._outside:
+            return
+        if grad not in self._named:
             grad.name = self.op.names.fresh(name)
             self._named.add(grad)
-
-    def _shape(self, grad: ir.Value, value: ir.Value) -> None:
-        """Let a gradient that was recorded here have the shape of its value, which inference may not find."""
-        producer = grad.producer()
-        recorded = producer is not None and producer.graph is None and grad not in self._outside
-        if recorded and grad.shape is None and isinstance(value.type, ir.TensorType):
+        if grad.shape is None and isinstance(value.type, ir.TensorType):
             grad.shape = value.shape
 
     def _visit(self, node: ir.Node, grads: Sequence[ir.Value | None]) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import FLOATS, Empty, Operand, Shape, operator
+from ortgrad.ops._flow import choose
 
 
 def _shapes(
@@ -54,9 +55,11 @@ def in_place_accumulator_v2_body(
     if overwrite is None:
         return updated, buffer + op.CastLike(value, buffer)
     # Where would compute both branches and take three times as long.
-    total = op.If(
+    total = choose(
+        op,
         overwrite,
-        then_branch=op.subgraph("overwrite", [], lambda op: [op.CastLike(value, buffer)]),
-        else_branch=op.subgraph("add", [], lambda op: [buffer + op.CastLike(value, buffer)]),
+        lambda op: op.CastLike(value, buffer),
+        lambda op: buffer + op.CastLike(value, buffer),
+        like=buffer,
     )
     return updated, total

@@ -13,6 +13,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.autodiff.unbroadcast import unbroadcast
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.ops._flow import choose
 
 
 @gradient("MatMul")
@@ -333,17 +334,13 @@ def _einsum_or_zeros(
     count = op.Size(operands[0])
     for operand in operands[1:]:
         count = count * op.Size(operand)
-    total: ir.Value = op.If(
+    return choose(
+        op,
         op.Equal(count, 0),
-        then_branch=op.subgraph(
-            "empty",
-            [],
-            lambda op: [op.Expand(op.number(0.0, operands[0]), op.Gather(op.shape_of(x), list(axes)))],
-        ),
-        else_branch=op.subgraph("full", [], lambda op: [op.Einsum(*operands, equation=equation)]),
+        lambda op: op.Expand(op.number(0.0, operands[0]), op.Gather(op.shape_of(x), list(axes))),
+        lambda op: op.Einsum(*operands, equation=equation),
+        like=operands[0],
     )
-    total.type = operands[0].type
-    return total
 
 
 def _is_positive(lengths: Sequence[int | ir.SymbolicDim]) -> bool:

@@ -27,6 +27,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, RuleFunction, gradien
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.operators.schema import add_forward_inference
+from ortgrad.ops._quantized import dequantized
 from ortgrad.ops._types import cast_like
 
 _RANGES = {
@@ -288,18 +289,8 @@ class _Floats:
 
     def _dequantized(self, q: ir.Value, scale: ir.Value, zero: ir.Value | None, axis: int | None) -> ir.Value:
         """Return (q - zero) * scale, with scales and zero points along an axis."""
-        # Not DequantizeLinear: before a MatMul, onnxruntime would take it as a request to round dY to 8 bits.
-        op = self.op
-        x = op.CastLike(q, scale)
-        x.shape = q.shape
-        if zero is not None:
-            shift = op.CastLike(zero, scale)
-            shift.shape = zero.shape
-            x = x - self._along(shift, q, axis)
-            x.shape = q.shape
-        x = x * self._along(scale, q, axis)
-        x.type, x.shape = scale.type, q.shape
-        return x
+        shift = None if zero is None else self._along(zero, q, axis)
+        return dequantized(self.op, q, self._along(scale, q, axis), shift, like=scale)
 
     def _along(self, value: ir.Value, q: ir.Value, axis: int | None) -> ir.Value:
         """Return a scale or zero point in a shape that broadcasts to that of the tensor."""

@@ -10,6 +10,7 @@ from onnx import TensorProto
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient, no_gradient
 from ortgrad.graph.lazy import Recorder, ir
+from ortgrad.ops._flow import choose
 
 no_gradient("SequenceEmpty", "SequenceLength", "OptionalHasElement")
 
@@ -109,10 +110,7 @@ def _concatenated(op: Recorder, sequence: ir.Value, like: ir.Value, axis: int, n
     if isinstance(known, int) and known > 0:
         return concatenated(op)
     # onnxruntime does not concatenate an empty sequence.
-    branches = {
-        "then_branch": op.subgraph("empty", [], lambda op: [op.full_like(like, 0.0)]),
-        "else_branch": op.subgraph("concat", [], lambda op: [concatenated(op)]),
-    }
-    (result,) = op.add("If", [op.Equal(op.SequenceLength(sequence), 0)], branches)
-    result.type, result.shape = like.type, like.shape
+    is_empty = op.Equal(op.SequenceLength(sequence), 0)
+    result = choose(op, is_empty, lambda op: op.full_like(like, 0.0), concatenated, like)
+    result.shape = like.shape
     return result

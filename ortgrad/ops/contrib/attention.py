@@ -13,8 +13,8 @@ from ortgrad.autodiff.node_view import NodeView
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._heads import HEADS_FIRST, merge_heads, pairs, regrouped, split_heads
+from ortgrad.ops._quantized import dequantized
 from ortgrad.ops._types import cast_like
-from ortgrad.ops.contrib._packed import dequantized
 
 _END = np.iinfo(np.int64).max
 

@@ -16,8 +16,8 @@ from ortgrad.autodiff.node_view import NodeView
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.ops._heads import pairs
+from ortgrad.ops._quantized import unpacked
 from ortgrad.ops._types import cast_like
-from ortgrad.ops.contrib._packed import unpacked
 from ortgrad.ops.contrib.fused import fast_gelu_of
 
 

@@ -10,7 +10,7 @@ from ortgrad.autodiff.definitions import definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.ops._scan import Results, scan
+from ortgrad.ops._flow import Results, scan
 from ortgrad.ops._types import narrowed, widened
 
 _RULES = ("linear", "gated", "delta", "gated_delta")

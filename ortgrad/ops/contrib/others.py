@@ -12,8 +12,8 @@ from ortgrad.autodiff.node_view import NodeView
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.ops._quantized import unpacked
 from ortgrad.ops._types import cast_like
-from ortgrad.ops.contrib._packed import unpacked
 
 # The values that the 4 bits of MatMulBnb4 stand for.
 _FP4 = [

@@ -13,7 +13,7 @@ from ortgrad.autodiff.node_view import NodeView
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.declaration import DOMAIN
-from ortgrad.ops.contrib._packed import dequantized, unpacked
+from ortgrad.ops._quantized import dequantized, unpacked
 from ortgrad.ops.contrib.normalization import normalized_embedding
 
 

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from ortgrad.autodiff.rules import ForwardNode, Gradients
 from ortgrad.errors import unknown_rank
 from ortgrad.graph.recorder import Recorder
+from ortgrad.ops._flow import choose
 from ortgrad.ops.control._bodies import Body, active_captures
 from ortgrad.ops.control._states import keeps_shape, replay, run_again, save
 from ortgrad.ops.control._steps import Step
@@ -154,13 +155,7 @@ def _if(op: Recorder, condition: ir.Value, grad: ir.Value | None, like: ir.Value
     """Return a gradient if the condition holds, else zeros of the shape of `like`."""
     if grad is None:
         return op.full_like(like, 0.0)
-    branches = {
-        "then_branch": op.subgraph("then", [], lambda inner: [inner.copy(grad)]),
-        "else_branch": op.subgraph("else", [], lambda inner: [inner.full_like(like, 0.0)]),
-    }
-    (result,) = op.add("If", [condition], branches)
-    result.type = like.type
-    return result
+    return choose(op, condition, lambda op: grad, lambda op: op.full_like(like, 0.0), like)
 
 
 def _emit(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ortgrad.graph.lazy import Recorder, ir
-from ortgrad.ops._scan import Results, Step, scan
+from ortgrad.ops._flow import Results, Step, scan
 from ortgrad.ops.recurrent._activations import Activation
 from ortgrad.ops.recurrent._cell import AXES, Cell, Operands, Saved
 

@@ -24,7 +24,7 @@ from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import Plan, vectors
 from ortgrad.operators.declaration import DOMAIN, Empty, operator
-from ortgrad.ops._scan import Results, Step
+from ortgrad.ops._flow import Results, Step
 from ortgrad.ops.recurrent import _gru_compiled as _compiled
 from ortgrad.ops.recurrent import _numpy_driver as in_numpy
 from ortgrad.ops.recurrent import _onnx_driver as in_onnx

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.graph.lazy import Recorder, ir
-from ortgrad.ops._scan import Results
+from ortgrad.ops._flow import Results
 from ortgrad.ops.recurrent._cell import Cell, Operands, Saved, attributes_of
 from ortgrad.ops.recurrent._onnx_driver import (
     Body,

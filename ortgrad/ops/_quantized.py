@@ -1,4 +1,4 @@
-"""Weights of a few bits and quantized tensors, in definitions."""
+"""Quantized tensors and weights of a few bits, in definitions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ def dequantized(
     op: Recorder, q: ir.Value, scale: ir.Value, zero: ir.Value | None, like: ir.Value
 ) -> ir.Value:
     """(q - zero) scale, in the element type of `like`; scales and zero points broadcast to q."""
+    # Not DequantizeLinear: before a MatMul, onnxruntime would take it as a request to round dY to 8 bits.
     x = cast_like(op, q, like)
-    return (x if zero is None else x - cast_like(op, zero, like)) * scale
+    x.shape = q.shape
+    if zero is not None:
+        shift = cast_like(op, zero, like)
+        shift.shape = zero.shape
+        x = x - shift
+        x.shape = q.shape
+    x = x * scale
+    x.type, x.shape = like.type, q.shape
+    return x
 
 
 def unpacked(op: Recorder, node: NodeView, packed: ir.Value, bits: int) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Scan over the first axis of sequences, for bodies and definitions."""
+"""Scan and If in bodies, definitions and rules."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def scan(
         _outputs=len(body.outputs),
     )
     return results[:count], results[count:]
+
+
+def choose(
+    op: Recorder,
+    condition: ir.Value,
+    then: Callable[[Recorder], ir.Value],
+    otherwise: Callable[[Recorder], ir.Value],
+    like: ir.Value,
+) -> ir.Value:
+    """Return `then(op)` if the condition holds, else `otherwise(op)`; both are of the type of `like`."""
+    result: ir.Value = op.If(
+        condition,
+        then_branch=op.subgraph("then", [], lambda op: [then(op)]),
+        else_branch=op.subgraph("else", [], lambda op: [otherwise(op)]),
+    )
+    result.type = like.type
+    return result
