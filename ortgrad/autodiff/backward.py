@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ortgrad.autodiff.definitions import NO_RULE
 from ortgrad.autodiff.integers import float_copy, quantized_outputs
 from ortgrad.autodiff.rules import ForwardNode, Gradients, Rule, UnsupportedError, find_rule
 from ortgrad.autodiff.unbroadcast import unbroadcast
@@ -152,7 +153,7 @@ class BackwardPass:
     def _visit(self, node: ir.Node, grads: Sequence[ir.Value | None]) -> None:
         rule = find_rule(node.op_type, node.domain)
         if rule is None:
-            raise UnsupportedError(node.meta.get(REFUSED, "there is no gradient rule for it"))
+            raise UnsupportedError(node.meta.get(REFUSED, NO_RULE))
         assert rule.function is not None
         attributes = attributes_of(node, self.op.opset)
         context = ForwardNode(node, self.op, grads, attributes, self._active)
@@ -176,7 +177,7 @@ class BackwardPass:
         value = node.inputs[i]
         assert value is not None
         choice = self._selections.behind(node, rule, i, dy, grad)
-        grad = self._selections.guard(node, i, grad, choice)
+        grad = self._selections.guard(node, rule, i, grad, choice)
         if rule.broadcasts:
             summed = unbroadcast(self.op, grad, value, node.outputs[0])
             choice, grad = choice if summed is grad else None, summed

@@ -25,6 +25,8 @@ _Definition = TypeVar("_Definition", bound=Definition)
 # The domain of definitions of operators that ONNX had up to opset 9, and that onnxruntime still runs.
 RETIRED = "ortgrad.retired"
 
+NO_RULE = "there is no gradient rule for it"
+
 _definitions: dict[tuple[str, str], Definition] = {}
 _reasons: dict[tuple[str, str], str] = {}
 
@@ -46,7 +48,7 @@ def undefined(*op_types: str, domain: str = "", why: str) -> None:
     """Declare that operators have neither a definition nor a gradient rule, and why."""
 
     def refuse(op: Recorder, node: NodeView) -> ir.Value:
-        raise node.unsupported(f"there is no gradient rule for it: {why}")
+        raise node.unsupported(f"{NO_RULE}: {why}")
 
     definition(*op_types, domain=domain)(refuse)
     _reasons.update(((domain, op_type), why) for op_type in op_types)

@@ -43,6 +43,8 @@ class Rule:
     straight_through: bool = False
     # Whether an element of the output depends on one element of each (broadcast) input.
     elementwise: bool = False
+    # Whether the derivative may be infinite or NaN, whatever the other operands are.
+    singular: bool = False
 
     def scales_of(self, count: int) -> Mapping[int, int]:
         """Return the index of the scale of each quantized input of a node with `count` inputs."""
@@ -94,7 +96,9 @@ def gradient(
     return declare
 
 
-def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "") -> None:
+def elementwise(
+    op_type: str, *derivatives: Derivative | None, domain: str = "", singular: bool = False
+) -> None:
     """Declare the gradient rule of an element-wise operator: one function per input.
 
         elementwise("Exp", lambda op, dy, y, x: dy * y)
@@ -104,7 +108,7 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
     Each function is called with the recorder, the gradient of the output, the output and the inputs;
     keyword-only parameters receive the node's attributes of that name, `**attributes` all attributes. None
     stands for an input without a gradient. With several inputs, every gradient may have the shape of the
-    (broadcast) output.
+    (broadcast) output. An operator whose derivative may be infinite or NaN somewhere is `singular`.
     """
     for derivative in derivatives:
         if derivative is not None:
@@ -120,7 +124,8 @@ def elementwise(op_type: str, *derivatives: Derivative | None, domain: str = "")
         ]
 
     rule.__name__ = f"gradient_of_{op_type}"
-    _add(domain, op_type, Rule(rule, broadcasts=len(derivatives) > 1, elementwise=True))
+    declared = Rule(rule, broadcasts=len(derivatives) > 1, elementwise=True, singular=singular)
+    _add(domain, op_type, declared)
 
 
 def _attributes_for(function: Derivative, node: ForwardNode) -> Mapping[str, Any]:

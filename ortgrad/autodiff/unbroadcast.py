@@ -8,28 +8,16 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.lazy import Recorder, ir
 
 # Operators whose first output has the shape of their first input, and those that broadcast all inputs.
-_KEEPING = frozenset(
+KEEPING = frozenset(
     [
-        *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cast", "CastLike", "Ceil", "Celu"),
-        *("Clip", "Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"),
-        *("Hardmax", "Identity", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "Reciprocal"),
-        *(
-            "Relu",
-            "Round",
-            "Selu",
-            "Sigmoid",
-            "Sign",
-            "Sin",
-            "Sinh",
-            "Softmax",
-            "Softplus",
-            "Softsign",
-            "Sqrt",
-        ),
-        *("Tan", "Tanh", "ThresholdedRelu"),
+        *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "CastLike", "Ceil"),
+        *("Celu", "Clip", "Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid"),
+        *("HardSwish", "Hardmax", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Log", "LogSoftmax", "Mish"),
+        *("Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh"),
+        *("Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu"),
     ]
 )
-_BROADCASTING = frozenset(["Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum", "Where"])
+BROADCASTING = frozenset(["Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum", "Where"])
 
 
 def unbroadcast(op: Recorder, grad: ir.Value, value: ir.Value, output: ir.Value) -> ir.Value:
@@ -72,9 +60,9 @@ def _keeps_shape(value: ir.Value, output: ir.Value) -> bool:
     node = output.producer()
     if node is None or node.domain not in ("", "ai.onnx"):
         return False
-    if node.op_type in _KEEPING:
+    if node.op_type in KEEPING:
         return value is node.inputs[0]
-    if node.op_type not in _BROADCASTING:
+    if node.op_type not in BROADCASTING:
         return False
     operands = [operand for operand in node.inputs if operand is not None]
     return len({_origin(operand) for operand in operands if not _is_scalar(operand)} | {_origin(value)}) == 1
@@ -84,12 +72,12 @@ def _origin(value: ir.Value) -> ir.Value:
     """Return a value that has the same shape, from which this one is computed."""
     while (node := value.producer()) is not None and node.domain in ("", "ai.onnx"):
         operands = [operand for operand in node.inputs if operand is not None]
-        if node.op_type in _BROADCASTING:
+        if node.op_type in BROADCASTING:
             operands = [operand for operand in operands if not _is_scalar(operand)]
             # There is no recursion, so only what is computed from one tensor is recognized.
             if len(set(operands)) != 1:
                 break
-        elif node.op_type not in _KEEPING or value is not node.outputs[0] or not operands:
+        elif node.op_type not in KEEPING or value is not node.outputs[0] or not operands:
             break
         value = operands[0]
     return value

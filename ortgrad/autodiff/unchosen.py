@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.rules import Rule
+from ortgrad.autodiff.rules import Rule, find_rule
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import constant_tensor
 
-# Element-wise operators whose derivative may be infinite or NaN; that of a power, quotient or product depends
-# on the other operand.
-_SINGULAR = frozenset(["Acos", "Acosh", "Asin", "Atanh", "Cosh", "Log", "Mod", "Reciprocal", "Sinh", "Sqrt"])
-# Operators whose result may not be finite, and those that pass it on; all others are taken to be finite.
-_INFINITE = _SINGULAR | {"Div", "Exp", "Pow", "Tan"}
+# Operators whose result may not be finite, besides those with a singular rule, and operators that pass it on;
+# all others are taken to be finite.
+_INFINITE = frozenset(["Div", "Exp", "Pow", "Tan"])
 _PASSING = frozenset(["Abs", "Add", "Cast", "Identity", "Mul", "Neg", "Sub", "Sum"])
 _STEPS = 8
 
@@ -55,9 +53,9 @@ class Selections:
         flags, chosen = (None, True) if grad is dy else _own_flags(node, i, grad)
         return before if flags is None else Choice(flags, chosen, before)
 
-    def guard(self, node: ir.Node, i: int, grad: ir.Value, choice: Choice | None) -> ir.Value:
+    def guard(self, node: ir.Node, rule: Rule, i: int, grad: ir.Value, choice: Choice | None) -> ir.Value:
         """Return the gradient, set to zero again if the operator's derivative may not be finite."""
-        if choice is None or not _may_be_infinite(node, i):
+        if choice is None or not (rule.singular or _may_be_infinite(node, i)):
             return grad
         # All conditions become one, so that the next guard has little to do.
         choice.flags, choice.chosen, choice.before = self._together(choice), True, None
@@ -108,7 +106,7 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 
 def _may_be_infinite(node: ir.Node, i: int) -> bool:
-    """Return whether the derivative with respect to the i-th input may not be finite."""
+    """Return whether the other operand may make the derivative with respect to the i-th input infinite."""
     if node.op_type == "Pow":
         # The derivatives of whole powers are finite, from the first power on.
         exponent = None if i else constant_tensor(node.inputs[1])
@@ -121,7 +119,7 @@ def _may_be_infinite(node: ir.Node, i: int) -> bool:
         return i == 1 or not (scalar or constant_tensor(other) is not None)
     if node.op_type == "Mul":
         return _has_infinities(node.inputs[1 - i], _STEPS)
-    return node.op_type in _SINGULAR
+    return False
 
 
 def _has_infinities(value: ir.Value | None, steps: int) -> bool:
@@ -129,6 +127,7 @@ def _has_infinities(value: ir.Value | None, steps: int) -> bool:
     node = None if value is None else value.producer()
     if node is None or not steps:
         return False
-    if node.op_type in _INFINITE:
+    rule = find_rule(node.op_type, node.domain)
+    if node.op_type in _INFINITE or (rule is not None and rule.singular):
         return True
     return node.op_type in _PASSING and any(_has_infinities(v, steps - 1) for v in node.inputs)

@@ -23,7 +23,9 @@ elementwise("Add", lambda op, dy, y, a, b: dy, lambda op, dy, y, a, b: dy)
 elementwise("Sub", lambda op, dy, y, a, b: dy, lambda op, dy, y, a, b: -dy)
 elementwise("Mul", lambda op, dy, y, a, b: dy * b, lambda op, dy, y, a, b: dy * a)
 elementwise("Div", lambda op, dy, y, a, b: dy / b, lambda op, dy, y, a, b: -(dy / b * y))
-elementwise("Mod", lambda op, dy, y, a, b: dy, lambda op, dy, y, a, b: -(dy * op.Round((a - y) / b)))
+elementwise(
+    "Mod", lambda op, dy, y, a, b: dy, lambda op, dy, y, a, b: -(dy * op.Round((a - y) / b)), singular=True
+)
 elementwise(
     "Where",
     None,
@@ -33,23 +35,23 @@ elementwise(
 
 elementwise("Neg", lambda op, dy, y, x: -dy)
 elementwise("Abs", lambda op, dy, y, x: dy * op.Sign(x))
-elementwise("Sqrt", lambda op, dy, y, x: dy * 0.5 / y)
-elementwise("Reciprocal", lambda op, dy, y, x: -(dy * (y * y)))
+elementwise("Sqrt", lambda op, dy, y, x: dy * 0.5 / y, singular=True)
+elementwise("Reciprocal", lambda op, dy, y, x: -(dy * (y * y)), singular=True)
 elementwise("Exp", lambda op, dy, y, x: dy * _at_most(op, y))
-elementwise("Log", lambda op, dy, y, x: dy / x)
+elementwise("Log", lambda op, dy, y, x: dy / x, singular=True)
 elementwise("Erf", lambda op, dy, y, x: dy * (op.Exp(-(x * x)) * (2 / math.sqrt(math.pi))))
 
 elementwise("Sin", lambda op, dy, y, x: dy * op.Cos(x))
 elementwise("Cos", lambda op, dy, y, x: -(dy * op.Sin(x)))
 elementwise("Tan", lambda op, dy, y, x: dy * (y * y + 1.0))
-elementwise("Asin", lambda op, dy, y, x: dy / op.Sqrt(1.0 - x * x))
-elementwise("Acos", lambda op, dy, y, x: -(dy / op.Sqrt(1.0 - x * x)))
+elementwise("Asin", lambda op, dy, y, x: dy / op.Sqrt(1.0 - x * x), singular=True)
+elementwise("Acos", lambda op, dy, y, x: -(dy / op.Sqrt(1.0 - x * x)), singular=True)
 elementwise("Atan", lambda op, dy, y, x: dy / (x * x + 1.0))
-elementwise("Sinh", lambda op, dy, y, x: dy * op.Cosh(x))
-elementwise("Cosh", lambda op, dy, y, x: dy * op.Sinh(x))
+elementwise("Sinh", lambda op, dy, y, x: dy * op.Cosh(x), singular=True)
+elementwise("Cosh", lambda op, dy, y, x: dy * op.Sinh(x), singular=True)
 elementwise("Asinh", lambda op, dy, y, x: dy / op.Sqrt(x * x + 1.0))
-elementwise("Acosh", lambda op, dy, y, x: dy / op.Sqrt(x * x - 1.0))
-elementwise("Atanh", lambda op, dy, y, x: dy / (1.0 - x * x))
+elementwise("Acosh", lambda op, dy, y, x: dy / op.Sqrt(x * x - 1.0), singular=True)
+elementwise("Atanh", lambda op, dy, y, x: dy / (1.0 - x * x), singular=True)
 
 
 elementwise("Cast", lambda op, dy, y, x, **_: cast_like(op, dy, x))

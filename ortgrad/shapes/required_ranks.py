@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ortgrad.autodiff.unbroadcast import BROADCASTING, KEEPING
 from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.traversal import all_nodes, dependencies, subgraphs
 from ortgrad.operators.declaration import DOMAIN
@@ -237,23 +238,17 @@ _FIXED: dict[str, dict[int, int]] = {
     "InstanceNormalization": {1: 1, 2: 1},
 }
 # Operators whose first output has as many dimensions as their first input.
-_SAME = _names(
-    """Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos
-    Cosh CumProd CumSum Dropout Elu Erf Exp Floor Gelu GlobalAveragePool GlobalLpPool GlobalMaxPool
-    GroupNormalization HardSigmoid HardSwish Hardmax Identity InstanceNormalization IsInf IsNaN LRN
-    LayerNormalization LeakyRelu Log LogSoftmax LpNormalization MeanVarianceNormalization Mish Neg Not
-    QuantizeLinear DequantizeLinear RMSNormalization Reciprocal Relu ReverseSequence RotaryEmbedding Round
-    ScatterElements ScatterND Selu Shrink Sigmoid Sign SimplifiedLayerNormalization Sin Sinh Slice Softmax
-    Softplus Softsign Sqrt Swish Tan Tanh TensorScatter ThresholdedRelu TopK Transpose Trilu"""
+_SAME = KEEPING | _names(
+    """BatchNormalization CumProd CumSum GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
+    InstanceNormalization LRN LayerNormalization LpNormalization MeanVarianceNormalization QuantizeLinear
+    DequantizeLinear RMSNormalization ReverseSequence RotaryEmbedding ScatterElements ScatterND
+    SimplifiedLayerNormalization Slice TensorScatter TopK Transpose Trilu"""
 )
 _REDUCTIONS = _names(
     """ArgMax ArgMin ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd
     ReduceSum ReduceSumSquare"""
 )
-_BROADCASTS = _names(
-    """Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or Pow Sub Sum Where
-    Xor"""
-)
+_BROADCASTS = BROADCASTING | _names("And Equal Greater GreaterOrEqual Less LessOrEqual Or Xor")
 _FUNCTIONS: dict[str, Callable[[ir.Node, Attributes], Found]] = {
     "MaxPool": lambda node, attributes: [*_pool(node, attributes), (~0, 0, 0)],
     "AveragePool": lambda node, attributes: [*_pool(node, attributes), (~0, 0, 0)],
