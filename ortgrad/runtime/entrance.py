@@ -66,6 +66,45 @@ def resume(waiting: Generator[Any, Any, None]) -> Callable[[Any], Any]:
     return waiting.send
 
 
+def serve(
+    arguments: list[int],
+    refill: Callable[[], None],
+    run: Callable[[BaseException | None], Callable[[], Any]],
+    give_up: Callable[[BaseException], Callable[[], Any]],
+    spares: list[Callable[[], Any]],
+) -> Generator[Any, None, None]:
+    """Serve one call. Yields a C function that is called last and returns the status.
+
+    `arguments` are those of the call, once it has begun. `run` gets the exception that a signal handler
+    raised when the call began, or None. `give_up` reports an exception of `run` or around it. Where even that
+    fails, one of `spares` is taken, which were made in advance.
+    """
+    interruption: BaseException | None = None
+    try:
+        try:
+            yield None
+        except BaseException as error:
+            if not arguments:
+                # Raised before the call began: the entrance is being made or discarded.
+                raise
+            interruption = error
+        refill()
+        yield run(interruption)
+    except GeneratorExit:
+        return
+    except BaseException as error:
+        if not arguments:
+            raise
+        try:
+            refill()
+            last = give_up(interruption or error)
+        except BaseException:
+            # This close to the recursion limit, no function can be called any more.
+            last = spares[-1]
+            del spares[-1]
+        yield last
+
+
 def raise_after_return(error: BaseException) -> Callable[[], None]:
     """Return a C function that makes this thread raise the exception at the next bytecode that it runs.
 

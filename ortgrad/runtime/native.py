@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -195,40 +195,18 @@ def _creation_entrance(entrances: Entrances) -> Callable[..., Any]:
     effect here, and then `restype` with its result. What that returns is the result of the call.
     """
     arguments: list[int] = []
+
+    def create(interruption: BaseException | None) -> Callable[[], Any]:
+        _make_kernel(*arguments)
+        return _succeeded if interruption is None else _interrupted_creation(interruption)
+
+    refill = functools.partial(entrances.refill, functools.partial(_creation_entrance, entrances))
+    failed = functools.partial(_failed_creation, arguments)
+    waiting = entrance.serve(arguments, refill, create, failed, _spares)
     function = ctypes.PYFUNCTYPE(ctypes.c_int)(("Py_IsInitialized", ctypes.pythonapi))
     function.argtypes = [SimpleNamespace(from_param=arguments.append)] * 4  # type: ignore[list-item]
-    function.restype = entrance.compose(entrance.resume(_creation(entrances, arguments)), entrance.call)
+    function.restype = entrance.compose(entrance.resume(waiting), entrance.call)
     return function
-
-
-def _creation(entrances: Entrances, arguments: list[int]) -> Generator[Any, None, None]:
-    """Create one kernel. Yields a C function that is called last and returns the status."""
-    refill = functools.partial(entrances.refill, functools.partial(_creation_entrance, entrances))
-    interruption: BaseException | None = None
-    try:
-        try:
-            yield None
-        except BaseException as error:
-            if not arguments:
-                # Raised before the call began: the entrance is being made or discarded.
-                raise
-            interruption = error
-        _make_kernel(*arguments)
-        refill()
-        yield _succeeded if interruption is None else _interrupted_creation(interruption)
-    except GeneratorExit:
-        return
-    except BaseException as error:
-        if not arguments:
-            raise
-        try:
-            refill()
-            last = _failed_creation(arguments, interruption or error)
-        except BaseException:
-            # This close to the recursion limit, no function can be called any more.
-            last = _spares[-1]
-            del _spares[-1]
-        yield last
 
 
 def _interrupted_creation(error: BaseException) -> Callable[[], Any]:
@@ -395,34 +373,14 @@ class _Kernel(Entrances):
     def _entrance(self) -> Callable[[int], int | None]:
         """Return a C function that stores the context in a list, resumes a generator and calls its result."""
         arguments: list[int] = []
-        return entrance.compose(arguments.append, entrance.resume(self._run_once(arguments)), entrance.call)
-
-    def _run_once(self, arguments: list[int]) -> Generator[Any, None, None]:
-        """Run the kernel once. Yields a C function that is called last and returns the status."""
-        interruption: BaseException | None = None
-        try:
-            try:
-                yield None
-            except BaseException as error:
-                if not arguments:
-                    # Raised before the call began: the entrance is being made or discarded.
-                    raise
-                interruption = error
-            self.refill(self._entrance)
-            yield self._run(arguments[0], interruption)
-        except GeneratorExit:
-            return
-        except BaseException as error:
-            if not arguments:
-                raise
-            try:
-                self.refill(self._entrance)
-                last = self._give_up(arguments[0], error)
-            except BaseException:
-                # This close to the recursion limit, no function can be called any more.
-                last = _spares[-1]
-                del _spares[-1]
-            yield last
+        waiting = entrance.serve(
+            arguments,
+            lambda: self.refill(self._entrance),
+            lambda interruption: self._run(arguments[0], interruption),
+            lambda error: self._give_up(arguments[0], error),
+            _spares,
+        )
+        return entrance.compose(arguments.append, entrance.resume(waiting), entrance.call)
 
     def _run(self, context: int, interruption: BaseException | None) -> Callable[[], int | None]:
         reason = interruption

@@ -20,10 +20,10 @@ from support import COMPILES
 
 import ortgrad
 from ortgrad.operators.declaration import all_operators, find_operator
-from ortgrad.runtime import extensions, native
+from ortgrad.runtime import entrance, extensions, native
 from ortgrad.runtime.c_api import CustomOp, list_operators
 
-ENTRANCES = {native._creation.__code__, native._Kernel._run_once.__code__}
+ENTRANCES = {entrance.serve.__code__}
 # The other functions are those of onnxruntime-extensions, which call no Python: they read what was declared.
 CALLED = {"CreateKernelV2", "KernelComputeV2", "KernelDestroy", "GetInputMemoryType"}
 OF_FUSED = {
