@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from ortgrad import __version__
 from ortgrad.cli.exit_codes import EXIT_CODES
@@ -17,7 +18,6 @@ SEEN = (
 )
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
-TRAIN = "Train a forward model on the arrays of an npz file, and write the trained forward model."
 TRAINED = "what is trained: names or patterns such as 'layer4.*' (default: the parameters)"
 KERNELS = ("auto", "compiled", "python", "onnx")
 
@@ -32,68 +32,59 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ortgrad {__version__}")
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    for name, (add, text, description) in _COMMANDS.items():
+        add(commands.add_parser(name, help=text, description=description))
+    return parser
 
-    grad = commands.add_parser(
-        "grad",
-        help="build the backward graph of a model",
-        description="Write a model with its outputs and, for every NAME of --wrt, its gradient NAME_grad.",
-    )
-    _add_model(grad)
-    _add_output(grad)
-    _add_names(grad, PARAMETERS, FIRST_OUTPUT)
-    grad.add_argument(
+
+# Commands
+
+
+def _add_grad(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_output(parser)
+    _add_names(parser, PARAMETERS, FIRST_OUTPUT)
+    parser.add_argument(
         "--straight-through",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="differentiate quantized models as if nothing were rounded; without, refuse them (default: yes)",
     )
+    _add_feeds(parser, SEEN)
 
-    _add_feeds(grad, SEEN)
 
-    prepare = commands.add_parser(
-        "prepare",
-        help="make a model with gradient nodes ready for onnxruntime",
-        description="Turn a model with gradient nodes into one that a plain onnxruntime session runs.",
-    )
-    _add_model(prepare)
-    _add_output(prepare)
-    _add_kernels(prepare)
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_output(parser)
+    _add_kernels(parser)
 
-    check = commands.add_parser(
-        "check",
-        help="compare the gradients of a model with finite differences",
-        description="Compare gradients with float64 finite differences; the exit code is 1 if they disagree.",
-    )
-    _add_model(check)
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     _add_names(
-        check,
+        parser,
         f"{VALUES} (default: all inputs and initializers that a gradient flows to)",
         "outputs or intermediate values (default: all floating-point outputs)",
     )
-    _add_kernels(check)
-    check.add_argument("--per-node", action="store_true", help="check every node by itself as well")
-    _add_feeds(check, "inputs by name; the others are drawn at random (see numpy.savez)")
-    check.add_argument(
+    _add_kernels(parser)
+    parser.add_argument("--per-node", action="store_true", help="check every node by itself as well")
+    _add_feeds(parser, "inputs by name; the others are drawn at random (see numpy.savez)")
+    parser.add_argument(
         "--seconds",
         type=float,
         default=180.0,
         metavar="N",
-        help="time for the gradients, and as much again for --per-node; what is left then is not judged "
+        help="time for the gradients, and as much again for --per-node; what is left then is not checked "
         "(default: 180)",
     )
-    _add_progress(check)
+    _add_progress(parser)
 
-    explain = commands.add_parser(
-        "explain",
-        help="show what the nodes of a model become",
-        description="Count the nodes of a model by operator, with the operators that compute gradients, "
-        "and name those that are special: that cannot be differentiated, stop the gradient, round, or are "
-        "differentiated through a definition. The exit code is 3 if one cannot be differentiated.",
-    )
-    _add_model(explain)
-    _add_names(explain, PARAMETERS, FIRST_OUTPUT)
-    _add_feeds(explain, SEEN)
-    shown = explain.add_mutually_exclusive_group()
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_names(parser, PARAMETERS, FIRST_OUTPUT)
+    _add_feeds(parser, SEEN)
+    shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="a line for every node instead")
     shown.add_argument(
         "--kernels",
@@ -104,78 +95,17 @@ def make_parser() -> argparse.ArgumentParser:
         "kernels runs, and why (default: auto)",
     )
 
-    ops = commands.add_parser(
-        "ops",
-        help="list gradient operators and rules",
-        description="List the gradient operators, and the operators that can be differentiated.",
-    )
-    ops.add_argument("filter", nargs="?", default="", metavar="TEXT", help="only names that contain TEXT")
 
-    ahead = commands.add_parser(
-        "compile",
-        help="compile kernels ahead of their first use",
-        description="Compile the kernels that a model with gradient nodes needs, or all of them, and keep "
-        "them for later sessions. Sessions do this themselves; the command is for the build of a container.",
-    )
-    ahead.add_argument("model", nargs="?", metavar="MODEL", help="an ONNX file (default: all kernels)")
-    ahead.add_argument(
+def _add_ops(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("filter", nargs="?", default="", metavar="TEXT", help="only names that contain TEXT")
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="an ONNX file (default: all kernels)")
+    parser.add_argument(
         "--shared",
         metavar="FOLDER",
         help="keep them in this folder, which all users may read: for sessions with ORTGRAD_CACHE_DIR=FOLDER",
-    )
-
-    _add_train(commands.add_parser("train", help="train a model on arrays", description=TRAIN))
-    _add_artifacts(
-        commands.add_parser(
-            "artifacts",
-            help="write the files for onnxruntime.training and ortgrad.training.api",
-            description="Write training_model.onnx, eval_model.onnx, optimizer_model.onnx and checkpoint.",
-        )
-    )
-
-    demo = commands.add_parser(
-        "demo",
-        help="train a small CNN on handwritten digits",
-        description="Build the backward graph of a small CNN, check it, and train it on handwritten digits.",
-    )
-    _add_progress(demo)
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="an ONNX file")
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", required=True, metavar="OUT", help="the file to write")
-
-
-def _add_names(parser: argparse.ArgumentParser, wrt: str, of: str) -> None:
-    parser.add_argument("--wrt", nargs="+", action="extend", metavar="NAME", help=f"gradients of what: {wrt}")
-    parser.add_argument(
-        "--of", nargs="+", action="extend", metavar="NAME", help=f"what is differentiated: {of}"
-    )
-
-
-def _add_feeds(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--feeds", metavar="FILE.npz", help=text)
-
-
-def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        default="auto",
-        help="what computes gradient nodes: kernels compiled by Numba, Python kernels, standard ONNX "
-        "operators, or per node whichever is fastest (default: auto)",
-    )
-
-
-def _add_progress(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        help="show a progress bar on stderr (default: if that is a terminal)",
     )
 
 
@@ -222,7 +152,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _add_artifacts(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the folder to write to")
+    _add_output(parser, "FOLDER", "the folder to write to")
     parser.add_argument(
         "--loss",
         choices=["cross-entropy", "mse", "l1", "bce"],
@@ -232,6 +162,48 @@ def _add_artifacts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default="", metavar="TEXT", help="the names of the files begin with it")
     _add_trained(parser)
     _add_statistics(parser)
+
+
+# Options of several commands
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="an ONNX file")
+
+
+def _add_output(
+    parser: argparse.ArgumentParser, metavar: str = "OUT", text: str = "the file to write"
+) -> None:
+    parser.add_argument("-o", "--output", required=True, metavar=metavar, help=text)
+
+
+def _add_names(parser: argparse.ArgumentParser, wrt: str, of: str) -> None:
+    parser.add_argument("--wrt", nargs="+", action="extend", metavar="NAME", help=f"gradients of what: {wrt}")
+    parser.add_argument(
+        "--of", nargs="+", action="extend", metavar="NAME", help=f"what is differentiated: {of}"
+    )
+
+
+def _add_feeds(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--feeds", metavar="FILE.npz", help=text)
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        help="what computes gradient nodes: kernels compiled by Numba, Python kernels, standard ONNX "
+        "operators, or per node whichever is fastest (default: auto)",
+    )
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show a progress bar on stderr (default: if that is a terminal)",
+    )
 
 
 def _add_statistics(parser: argparse.ArgumentParser) -> None:
@@ -247,3 +219,56 @@ def _add_statistics(parser: argparse.ArgumentParser) -> None:
 def _add_trained(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wrt", nargs="+", action="extend", metavar="NAME", help=TRAINED)
     parser.add_argument("--exclude", nargs="+", action="extend", metavar="NAME", help="what is not trained")
+
+
+# By name: what adds the arguments of a command, its help and its description.
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "grad": (
+        _add_grad,
+        "build the backward graph of a model",
+        "Write a model with its outputs and, for every NAME of --wrt, its gradient NAME_grad.",
+    ),
+    "prepare": (
+        _add_prepare,
+        "make a model with gradient nodes ready for onnxruntime",
+        "Turn a model with gradient nodes into one that a plain onnxruntime session runs.",
+    ),
+    "check": (
+        _add_check,
+        "compare the gradients of a model with finite differences",
+        "Compare gradients with float64 finite differences; the exit code is 1 if they disagree.",
+    ),
+    "explain": (
+        _add_explain,
+        "show what the nodes of a model become",
+        "Count the nodes of a model by operator, with the operators that compute gradients, "
+        "and name those that are special: that cannot be differentiated, stop the gradient, round, or are "
+        "differentiated through a definition. The exit code is 3 if one cannot be differentiated.",
+    ),
+    "ops": (
+        _add_ops,
+        "list gradient operators and rules",
+        "List the gradient operators, and the operators that can be differentiated.",
+    ),
+    "compile": (
+        _add_compile,
+        "compile kernels ahead of their first use",
+        "Compile the kernels that a model with gradient nodes needs, or all of them, and keep "
+        "them for later sessions. Sessions do this themselves; the command is for the build of a container.",
+    ),
+    "train": (
+        _add_train,
+        "train a model on arrays",
+        "Train a forward model on the arrays of an npz file, and write the trained forward model.",
+    ),
+    "artifacts": (
+        _add_artifacts,
+        "write the files for onnxruntime.training and ortgrad.training.api",
+        "Write training_model.onnx, eval_model.onnx, optimizer_model.onnx and checkpoint.",
+    ),
+    "demo": (
+        _add_progress,
+        "train a small CNN on handwritten digits",
+        "Build the backward graph of a small CNN, check it, and train it on handwritten digits.",
+    ),
+}
