@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ortgrad.errors import ArgumentTypeError
@@ -99,6 +99,11 @@ def offer(unknown: str, known: list[str]) -> str:
     if best is not None:
         return f"; did you mean {best!r}?"
     return f"; it has {', '.join(name for name in known if name not in ('self', 'cls'))}"
+
+
+def taken_by(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among those given that a function takes."""
+    return {name: given[name] for name in inspect.signature(function).parameters if name in given}
 
 
 def outside() -> int:

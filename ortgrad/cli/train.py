@@ -10,12 +10,13 @@ import numpy as np
 
 from ortgrad.cli.files import given_feeds, is_same_file, output_path
 from ortgrad.errors import ModelError, TrainingError
+from ortgrad.keywords import taken_by
 from ortgrad.training import Trainer
 from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Train the model, write it, and print what came of it."""
+    """Train the model, write it, and print the result."""
     path = output_path(arguments.output, arguments.model, arguments.data, arguments.eval)
     if arguments.resume and arguments.checkpoint is None:
         raise TrainingError("--resume needs --checkpoint")
@@ -27,36 +28,11 @@ def command(arguments: argparse.Namespace) -> int:
                 raise ModelError(f"{name!r} would be written twice; name another file")
             written.append(name)
     data, held_out = _data(arguments)
-    trainer = Trainer(
-        arguments.model,
-        loss=arguments.loss,
-        optimizer=_optimizer(arguments),
-        wrt=arguments.wrt,
-        exclude=arguments.exclude,
-        schedule=arguments.schedule,
-        warmup=arguments.warmup,
-        clip_norm=arguments.clip_norm,
-        accumulate=arguments.accumulate,
-        seed=arguments.seed,
-        threads=arguments.threads,
-        statistics=arguments.statistics,
-        axis=arguments.axis,
-        output=arguments.loss_output,
-        target=arguments.target,
-    )
-    result = trainer.fit(
-        _named(data, trainer.input_names),
-        epochs=arguments.epochs,
-        batch_size=arguments.batch_size,
-        evaluate=None if held_out is None else _named(held_out, trainer.input_names),
-        metric=arguments.metric,
-        patience=arguments.patience,
-        checkpoint=arguments.checkpoint,
-        checkpoint_every=arguments.checkpoint_every,
-        resume=arguments.resume,
-        progress=arguments.progress,
-        curve=arguments.curve,
-    )
+    given = vars(arguments) | {"output": arguments.loss_output, "optimizer": _optimizer(arguments)}
+    trainer = Trainer(**taken_by(Trainer, given))
+    given["data"] = _named(data, trainer.input_names)
+    given["evaluate"] = None if held_out is None else _named(held_out, trainer.input_names)
+    result = trainer.fit(**taken_by(Trainer.fit, given))
     trainer.export(path)
     print(result)
     print(f"{path}: written; {trainer.described} were trained")

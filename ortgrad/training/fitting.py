@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ortgrad.graph.loading import ModelLike, load_model
-from ortgrad.keywords import checked
+from ortgrad.keywords import checked, taken_by
 from ortgrad.training.loss_nodes import CustomLoss
 from ortgrad.training.loss_types import suggest_types
 from ortgrad.training.losses import Declaration, Loss
@@ -74,47 +74,8 @@ def fit(
     >>> len(result.history), result.steps, result.loss < 0.1
     (100, 100, True)
     """
+    given = locals()
     if callable(loss) and not isinstance(loss, CustomLoss):
         data, types = suggest_types(load_model(model), loss, output, target, data, types or {})
-    trainer = Trainer(
-        model,
-        loss=loss,
-        optimizer=optimizer,
-        wrt=wrt,
-        exclude=exclude,
-        learning_rate=learning_rate,
-        groups=groups,
-        schedule=schedule,
-        warmup=warmup,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        accumulate=accumulate,
-        seed=seed,
-        threads=threads,
-        statistics=statistics,
-        output=output,
-        target=target,
-        reduction=reduction,
-        weight=weight,
-        pos_weight=pos_weight,
-        ignore_index=ignore_index,
-        axis=axis,
-        delta=delta,
-        types=types,
-    )
-    return trainer.fit(
-        data,
-        epochs=epochs,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
-        evaluate=evaluate,
-        metric=metric,
-        patience=patience,
-        maximize=maximize,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        progress=progress,
-        curve=curve,
-    )
+        given |= {"data": data, "types": types}
+    return Trainer(**taken_by(Trainer, given)).fit(**taken_by(Trainer.fit, given))

@@ -75,16 +75,8 @@ def add_loss(
     >>> [value.name for value in add_loss(model, robust).graph.input]
     ['x', 'target']
     """  # noqa: E501 (a table)
-    given = {
-        "reduction": reduction,
-        "weight": weight,
-        "pos_weight": pos_weight,
-        "ignore_index": ignore_index,
-        "axis": axis,
-        "delta": delta,
-        "types": types,
-    }
-    return with_loss(load_model(model), loss, output, target, name, given)[0]
+    options = options_of(locals())
+    return with_loss(load_model(model), loss, output, target, name, options)[0]
 
 
 def with_loss(
@@ -101,8 +93,8 @@ def with_loss(
         raise TrainingError(
             f"loss={loss!r} is not a loss: it must be one of {', '.join(LOSSES)}, a function or a block{near}"
         )
-    options = {key: value for key, value in given.items() if value is not None}
-    check_options(loss, options)
+    check_options(loss, given)
+    options = dict(given)
     proto = protos.open_to_losses(copy_of(open_linear_models(model)))
     if protos.exists(proto, name):
         raise TrainingModelError(f"the model has a value {name!r} already: give the loss another name")
@@ -139,6 +131,11 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "delta": ("huber",),
     "types": ("a function",),
 }
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of losses among arguments, as far as they are not None."""
+    return {name: given[name] for name in _OPTIONS if given[name] is not None}
 
 
 def check_options(loss: Loss, given: Mapping[str, Any]) -> None:

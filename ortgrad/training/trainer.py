@@ -23,7 +23,7 @@ from ortgrad.training.engine import Engine
 from ortgrad.training.epochs import Run
 from ortgrad.training.exporting import export
 from ortgrad.training.judging import Judge
-from ortgrad.training.losses import Declaration, Loss
+from ortgrad.training.losses import Declaration, Loss, options_of
 from ortgrad.training.metrics import Metric, check_metric
 from ortgrad.training.objective import LossSettings, Objective, with_objective
 from ortgrad.training.optimizers.passes import thread_count
@@ -101,6 +101,7 @@ class Trainer:
         delta: float | None = None,
         types: Mapping[str, Declaration] | None = None,
     ) -> None:
+        loss_settings = LossSettings(loss, output, target, options_of(locals()))
         self.optimizer = _optimizer(optimizer, learning_rate)
         pace = Pace(schedule, warmup)
         clipping = Clipping(clip_value, clip_norm)
@@ -109,10 +110,6 @@ class Trainer:
         threads = thread_count(check_count("threads", threads, 0))
         subject = subject_of(model, wrt, exclude, self.optimizer, groups or {})
         self._original = Original(subject.source)
-        given = {"reduction": reduction, "weight": weight, "pos_weight": pos_weight, "delta": delta}
-        given |= {"ignore_index": ignore_index, "axis": axis, "types": types}
-        options = {key: value for key, value in given.items() if value is not None}
-        loss_settings = LossSettings(loss, output, target, options)
         with_loss, objective = with_objective(subject.loaded, subject.model, loss_settings)
         trained = _influencing(with_loss, objective.loss, subject.trained) if wrt is None else subject.trained
         engine = Engine(
