@@ -22,9 +22,10 @@ from ortgrad.errors import (
 )
 from ortgrad.graph.loading import ModelLike
 from ortgrad.graph.matching import nearest
+from ortgrad.graph.protos import opset_of
 from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
-from ortgrad.training.protos import exists, open_to_losses, opset_of
+from ortgrad.training.protos import exists, open_to_losses
 from ortgrad.training.statistics import separate_statistics, warn_of_merged
 from ortgrad.training.weights import Weights, load_weights, save_model
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import onnx
 from onnx import TensorProto
+
+_Message = TypeVar("_Message")
 
 FLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
 INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
@@ -60,8 +63,27 @@ def captured_names(graph: onnx.GraphProto) -> list[str]:
     return list(found)
 
 
-def copy_of(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+def copy_of(message: _Message) -> _Message:
+    """Return a copy of a model, a graph, a node or another message."""
+    copy: Any = type(message)()
+    copy.CopyFrom(message)
     return copy
+
+
+def replace(field: Any, messages: Iterable[Any]) -> None:
+    """Make these messages the elements of a repeated field, which may contain some of them already."""
+    made = list(messages)
+    del field[:]
+    field.extend(made)
+
+
+def keep(field: Any, wanted: Callable[[Any], bool]) -> None:
+    """Remove the other elements from a repeated field; those that stay are not copied."""
+    for i in reversed(range(len(field))):
+        if not wanted(field[i]):
+            del field[i]
+
+
+def opset_of(message: onnx.ModelProto | onnx.FunctionProto, default: int = 1) -> int:
+    """Return the opset of ONNX's own operators that a model or function imports."""
+    return next((o.version for o in message.opset_import if o.domain in ("", "ai.onnx")), default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import onnxruntime
 from onnx import helper
 
 from ortgrad.errors import TrainingError, TrainingModelError
+from ortgrad.graph.protos import copy_of, replace
 from ortgrad.training.checkpoint import Checkpoint
 from ortgrad.training.data import Batch, Inputs
 from ortgrad.training.evaluation import in_evaluation
@@ -104,6 +105,12 @@ class Engine:
         self._session = None
         self._session = self._make_session(*numbers)
 
+    def _begun(self) -> BoundSession:
+        if self._session is None:
+            self.seed(0)
+        assert self._session is not None
+        return self._session
+
     def _options(self) -> onnxruntime.SessionOptions:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self._threads
@@ -129,15 +136,13 @@ class Engine:
 
         A batch that fails, or whose loss is not finite, leaves no trace in the statistics.
         """
-        if self._session is None:
-            self.seed(0)
-        assert self._session is not None
-        self._session.check(batch)
+        session = self._begun()
+        session.check(batch)
         self._reset[0] = not add
         statistics = [self.state.parameter(name) for name in self._step.statistics.values()]
         before, loss = [array.copy() for array in statistics], math.nan
         try:
-            found, *shape = self._session.run(batch)
+            found, *shape = session.run(batch)
             self._compare(batch, *shape)
             loss = float(np.asarray(found).reshape(()))
         finally:
@@ -148,11 +153,8 @@ class Engine:
 
     def check(self, batch: Batch, where: str) -> None:
         """Raise TrainingError if a batch does not fit the model."""
-        if self._session is None:
-            self.seed(0)
-        assert self._session is not None
         try:
-            self._session.check(batch)
+            self._begun().check(batch)
         except TrainingError as error:
             raise type(error)(f"{where}: {error}") from error
 
@@ -199,11 +201,8 @@ def _add_shape(model: onnx.ModelProto, value: str) -> str:
 
 
 def _set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
-    values = [onnx.ValueInfoProto.FromString(find_value(model, n).SerializeToString()) for n in names]
-    del model.graph.output[:]
-    model.graph.output.extend(values)
+    replace(model.graph.output, [copy_of(find_value(model, name)) for name in names])
 
 
 def _numpy_type(kind: int) -> np.dtype | None:
-    known: Mapping[int, np.dtype] = {kind: helper.tensor_dtype_to_np_dtype(kind)} if kind else {}
-    return known.get(kind)
+    return helper.tensor_dtype_to_np_dtype(kind) if kind else None

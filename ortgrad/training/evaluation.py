@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, subgraphs
+from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, keep, opset_of, replace, subgraphs
 from ortgrad.operators.declaration import DOMAIN
 
 # Before this opset, Dropout and BatchNormalization have an attribute `is_test`.
@@ -37,20 +37,16 @@ def for_inference(model: onnx.ModelProto) -> None:
 
 def _switch(model: onnx.ModelProto, modes: Collection[str], only: Collection[str] | None) -> None:
     """Switch nodes to evaluation mode; a Dropout whose mode is one of the values `modes` keeps it."""
-    old = _opset(model.opset_import) < _FIRST_WITHOUT_IS_TEST
+    old = opset_of(model) < _FIRST_WITHOUT_IS_TEST
     # Inner graphs first: nodes of outer ones are copied together with the graphs in them.
     for graph in reversed(list(all_graphs(model.graph))):
         _evaluate(graph.node, {value.name for value in graph.output}, modes, only, old)
     for function in model.functions:
-        old = _opset(function.opset_import) < _FIRST_WITHOUT_IS_TEST
+        old = opset_of(function) < _FIRST_WITHOUT_IS_TEST
         inner = [graph for node in all_nodes(function.node) for graph in subgraphs(node)]
         for graph in reversed(inner):
             _evaluate(graph.node, {value.name for value in graph.output}, (), only, old)
         _evaluate(function.node, set(function.output), (), only, old)
-
-
-def _opset(imports: Any) -> int:
-    return next((int(o.version) for o in imports if o.domain in ("", "ai.onnx")), _FIRST_WITHOUT_IS_TEST)
 
 
 def _evaluate(
@@ -84,13 +80,10 @@ def _evaluate(
             after[place] = copies
         del node.output[1:]
     if after:
-        kept = [made for i, node in enumerate(nodes) for made in (node, *after.get(i, ()))]
-        del nodes[:]
-        nodes.extend(kept)
+        replace(nodes, [made for i, node in enumerate(nodes) for made in (node, *after.get(i, ()))])
 
 
 def _set(node: onnx.NodeProto, name: str, value: int) -> None:
     """Set an attribute, also one that is a reference to an attribute of a function."""
-    rest = [attribute for attribute in node.attribute if attribute.name != name]
-    del node.attribute[:]
-    node.attribute.extend([*rest, helper.make_attribute(name, value)])
+    keep(node.attribute, lambda attribute: attribute.name != name)
+    node.attribute.append(helper.make_attribute(name, value))

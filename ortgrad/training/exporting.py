@@ -14,16 +14,17 @@ import onnxruntime
 from ortgrad.errors import ArgumentTypeError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.matching import nearest
-from ortgrad.graph.protos import all_graphs, copy_of
+from ortgrad.graph.protos import all_graphs, copy_of, keep
 from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
-from ortgrad.training.checkpoint.state import Checkpoint, as_bytes, element_type
+from ortgrad.training.checkpoint.state import Checkpoint, element_type
 from ortgrad.training.data import as_array
 from ortgrad.training.evaluation import for_inference
 from ortgrad.training.half_precision import HALVES, in_half_precision
 from ortgrad.training.inference import EXTERNAL_FROM, save_with_initializers
 from ortgrad.training.linear_models import set_linear_models
 from ortgrad.training.state import TrainingState
+from ortgrad.training.weights import set_value
 
 
 @checked
@@ -67,7 +68,7 @@ def export(
                 f"parameter {name!r} is {array.dtype}{list(array.shape)}, in the model it is "
                 f"{kind}{list(tensor.dims)}"
             )
-        _set(tensor, name, array)
+        set_value(tensor, array)
     for_inference(made)
     if path is None:
         return made
@@ -114,20 +115,10 @@ def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     return found
 
 
-def _set(tensor: onnx.TensorProto, name: str, array: np.ndarray) -> None:
-    kind, dims, name = tensor.data_type, list(tensor.dims), tensor.name
-    tensor.Clear()
-    tensor.name, tensor.data_type = name, kind
-    tensor.dims.extend(dims)
-    tensor.raw_data = bytes(as_bytes(array))
-
-
 def _save(model: onnx.ModelProto, path: Path) -> None:
     arrays: dict[str, np.ndarray] = {}
     if model.ByteSize() >= EXTERNAL_FROM:
         large = {tensor.name for tensor in model.graph.initializer if len(tensor.raw_data) >= 1024}
         arrays = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name in large}
-        rest = [tensor for tensor in model.graph.initializer if tensor.name not in large]
-        del model.graph.initializer[:]
-        model.graph.initializer.extend(rest)
+        keep(model.graph.initializer, lambda tensor: tensor.name not in large)
     save_with_initializers(model, arrays, path)

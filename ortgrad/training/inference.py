@@ -11,7 +11,7 @@ import onnx
 
 from ortgrad.errors import ModelError, TrainingError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import LARGEST_MESSAGE, load_model
-from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.protos import all_nodes, copy_of, dependencies, keep, replace
 from ortgrad.graph.tolerated import evaluated
 from ortgrad.training.checkpoint.state import as_bytes, element_type
 from ortgrad.training.evaluation import for_inference
@@ -40,8 +40,7 @@ def save_inference_model(
     arrays = {
         v.name: parameters[v.name] for v in model.graph.input if v.name in parameters and v.name in used
     }
-    del model.graph.input[:]
-    model.graph.input.extend(fed)
+    replace(model.graph.input, fed)
     try:
         save_with_initializers(model, arrays, Path(path))
     except OSError as error:
@@ -65,20 +64,12 @@ def reduce_to(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
     for node in reversed(graph.node):
         if needed.intersection(node.output):
             kept.append(node)
-            needed.update(_reads(node))
-    nodes = list(reversed(kept))
+            needed.update(dependencies(node))
+    replace(graph.node, reversed(kept))
     infos = [known.get(name) or onnx.ValueInfoProto(name=name) for name in dict.fromkeys(outputs)]
-    del graph.node[:], graph.output[:]
-    graph.node.extend(nodes)
-    graph.output.extend(infos)
-    for field in (graph.initializer, graph.value_info):
-        values = [value for value in field if value.name in needed]
-        del field[:]
-        field.extend(values)
-    outer = {value.name for value in graph.output}
-    values_inside = [value for value in graph.value_info if value.name not in outer]
-    del graph.value_info[:]
-    graph.value_info.extend(values_inside)
+    replace(graph.output, infos)
+    keep(graph.initializer, lambda tensor: tensor.name in needed)
+    keep(graph.value_info, lambda value: value.name in needed and value.name not in outputs)
     _drop_unused_parts(model)
 
 
@@ -95,34 +86,16 @@ def _drop_unused_parts(model: onnx.ModelProto) -> None:
         if inner <= called:
             break
         called |= inner
-    functions = [f for f in model.functions if (f.domain, f.name) in called]
-    del model.functions[:]
-    model.functions.extend(functions)
+    keep(model.functions, lambda function: (function.domain, function.name) in called)
     domains = {domain for domain, _ in called} | {""}
     if "ai.onnx" in domains:
         domains.add("")
-    imports = [opset for opset in model.opset_import if opset.domain in domains]
-    del model.opset_import[:]
-    model.opset_import.extend(imports)
-
-
-def _reads(node: onnx.NodeProto) -> set[str]:
-    """Return all names that a node and its subgraphs read."""
-    return {name for inner in all_nodes([node]) for name in inner.input} | _results(node)
-
-
-def _results(node: onnx.NodeProto) -> set[str]:
-    """Return the outputs of subgraphs: they may be values from outside."""
-    found: set[str] = set()
-    for inner in all_nodes([node]):
-        for attribute in inner.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                found.update(value.name for value in graph.output)
-    return found
+    keep(model.opset_import, lambda opset: opset.domain in domains)
 
 
 def _used(graph: onnx.GraphProto) -> set[str]:
-    return {name for node in graph.node for name in _reads(node)} | {value.name for value in graph.output}
+    read = {name for node in graph.node for name in dependencies(node)}
+    return read | {value.name for value in graph.output}
 
 
 def _value_infos(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
@@ -136,12 +109,7 @@ def _value_infos(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
             pass  # then the types are those that the model declares
         else:
             values = [*inferred.value_info, *values]
-    known: dict[str, onnx.ValueInfoProto] = {}
-    for value in values:
-        copy = onnx.ValueInfoProto()
-        copy.CopyFrom(value)
-        known[value.name] = copy
-    return known
+    return {value.name: copy_of(value) for value in values}
 
 
 def save_with_initializers(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], path: Path) -> None:

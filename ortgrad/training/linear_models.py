@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from ortgrad.errors import TrainingModelError
-from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.protos import all_nodes, copy_of, replace
 
 ML = "ai.onnx.ml"
 _TRANSFORMS = {
@@ -62,9 +62,8 @@ def open_linear_models(model: onnx.ModelProto) -> onnx.ModelProto:
     nodes: list[onnx.NodeProto] = []
     for node in made.graph.node:
         linear = replaced.get(node.output[0]) if node.output else None
-        nodes.extend([_copy(node)] if linear is None else _nodes(linear, made.graph))
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
+        nodes.extend([node] if linear is None else _nodes(linear, made.graph))
+    replace(made.graph.node, nodes)
     return made
 
 
@@ -199,9 +198,3 @@ def _nodes(linear: _Linear, graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 def _labels(labels: list[int] | list[bytes], name: str) -> onnx.TensorProto:
     numbers = isinstance(labels[0], int)
     return numpy_helper.from_array(np.array(labels, np.int64 if numbers else np.object_), name)
-
-
-def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    return copy

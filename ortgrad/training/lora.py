@@ -33,7 +33,15 @@ from ortgrad.graph.exporters import read_origins
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.matching import left_out, matches, nearest, not_in_file
 from ortgrad.graph.origins import Origins
-from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, declared_values
+from ortgrad.graph.protos import (
+    FIRST_WITH_CONSTANTS,
+    all_graphs,
+    copy_of,
+    declared_values,
+    keep,
+    opset_of,
+    replace,
+)
 from ortgrad.keywords import checked, outside
 from ortgrad.training.checkpoint import load_tensors, save_tensors
 from ortgrad.training.evaluation import for_inference
@@ -248,9 +256,7 @@ def merge_lora(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto
     if not adapted:
         raise ModelError("the model has no adapters; add_lora adds them")
     merge(made, adapted, lambda tensor: _value(tensor, folder), dequantize)
-    rest = [entry for entry in made.metadata_props if entry.key != _METADATA]
-    del made.metadata_props[:]
-    made.metadata_props.extend(rest)
+    keep(made.metadata_props, lambda entry: entry.key != _METADATA)
     for_inference(made)
     return made
 
@@ -266,10 +272,6 @@ def _opened(model: ModelLike, *, copy: bool = True) -> tuple[onnx.ModelProto, st
     if sum(size_of(tensor) for tensor in proto.graph.initializer) <= LARGE:
         proto = load_model(model)
     return proto, str(Path(model).parent)
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
 def _listed(patterns: str | Sequence[str]) -> list[str]:
@@ -399,7 +401,7 @@ def _add(
     seed: int | None,
 ) -> None:
     """Add adapters to the model, with zeros as A if `seed` is None."""
-    opset = _opset(model)
+    opset = opset_of(model)
     if opset < _OLDEST_OPSET:
         raise ModelError(
             f"the model has opset {opset}; adapters need at least {_OLDEST_OPSET} (onnx.version_converter)"
@@ -425,9 +427,7 @@ def _add(
     # The inner graphs first: a node that is put back is a copy, with its subgraphs.
     for graph in reversed(list(all_graphs(model.graph))):
         if id(graph) in changed:
-            nodes = [new for node in graph.node for new in (node, *after.get(id(node), ()))]
-            del graph.node[:]
-            graph.node.extend(nodes)
+            replace(graph.node, [new for node in graph.node for new in (node, *after.get(id(node), ()))])
     _record(model, entries)
 
 
@@ -484,7 +484,7 @@ def _value(tensor: onnx.TensorProto, folder: str) -> np.ndarray:
 def _adapted(model: onnx.ModelProto) -> list[Adapted]:
     """Return the nodes with adapters; raises ModelError for tensors that no node uses as an adapter."""
     pairs = adapter_names(tensor.name for tensor in model.graph.initializer)
-    adapted = find_adapted(find_sites(model), model, _opset(model)) if pairs else []
+    adapted = find_adapted(find_sites(model), model, opset_of(model)) if pairs else []
     found = {each.adapter.weight for each in adapted}
     for weight, (a, b) in pairs.items():
         if weight not in found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +12,7 @@ from onnx.external_data_helper import uses_external_data
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.loading import one_line, onnxruntime_errors
-from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs
+from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, keep
 from ortgrad.training.lora_nodes import Adapted, Adapter
 from ortgrad.training.lora_sites import Site, defined, swap_last, uses
 from ortgrad.training.weights import set_value
@@ -131,8 +130,7 @@ def _dequantized(model: onnx.ModelProto, site: Site, read: Read) -> np.ndarray:
 def _renamed(tensor: onnx.TensorProto, name: str, read: Read) -> onnx.TensorProto:
     if uses_external_data(tensor):
         return numpy_helper.from_array(read(tensor), name)
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
+    copy = copy_of(tensor)
     copy.name = name
     return copy
 
@@ -146,13 +144,13 @@ def _remove_nodes(model: onnx.ModelProto, adapted: list[Adapted]) -> None:
         each.site.node.output[0] = each.nodes[0].output[0]
         names.discard(each.site.node.output[0])
     for graph in all_graphs(model.graph):
-        _keep(graph.node, lambda node: id(node) not in removed)
-        _keep(graph.value_info, lambda value: value.name not in names)
+        keep(graph.node, lambda node: id(node) not in removed)
+        keep(graph.value_info, lambda value: value.name not in names)
 
 
 def _remove_tensors(model: onnx.ModelProto, names: Collection[str]) -> None:
     for field in (model.graph.initializer, model.graph.input, model.graph.value_info):
-        _keep(field, lambda value: value.name not in names)
+        keep(field, lambda value: value.name not in names)
 
 
 def _remove_unread(model: onnx.ModelProto, sites: list[Site]) -> None:
@@ -167,15 +165,8 @@ def _remove_unread(model: onnx.ModelProto, sites: list[Site]) -> None:
                 gone.add(name)
                 count.subtract(makers[name].input if name in makers else ())
     for graph in all_graphs(model.graph):
-        _keep(graph.node, lambda node: not gone.intersection(node.output))
-        _keep(graph.initializer, lambda tensor: tensor.name not in gone)
-        _keep(graph.value_info, lambda value: value.name not in gone)
+        keep(graph.node, lambda node: not gone.intersection(node.output))
+        keep(graph.initializer, lambda tensor: tensor.name not in gone)
+        keep(graph.value_info, lambda value: value.name not in gone)
     if model.ir_version < FIRST_WITH_CONSTANTS:
-        _keep(model.graph.input, lambda value: value.name not in gone)
-
-
-def _keep(field: Any, wanted: Callable[[Any], bool]) -> None:
-    """Remove the others from a repeated field; those that stay are not copied."""
-    for i in reversed(range(len(field))):
-        if not wanted(field[i]):
-            del field[i]
+        keep(model.graph.input, lambda value: value.name not in gone)

@@ -14,7 +14,7 @@ from onnx import helper
 from ortgrad.errors import ArgumentTypeError, OrtgradError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.matching import nearest
-from ortgrad.graph.protos import copy_of
+from ortgrad.graph.protos import copy_of, keep, replace
 from ortgrad.keywords import checked
 from ortgrad.training import loss_nodes, protos
 from ortgrad.training.linear_models import open_linear_models
@@ -202,7 +202,7 @@ def _refuse_computed(proto: onnx.ModelProto, target: str | None) -> None:
 
 def _with_nodes(proto: onnx.ModelProto, add: Callable[[onnx.ModelProto], str], name: str) -> onnx.ModelProto:
     """Return the model with a loss that `add` adds in place, and whose name it returns."""
-    outputs = [copy_value(value) for value in proto.graph.output]
+    outputs = [copy_of(value) for value in proto.graph.output]
     try:
         found = add(proto)
         protos.check(proto)
@@ -224,18 +224,9 @@ def _finished(
         producer.output[list(producer.output).index(found)] = name
     else:
         graph.node.append(helper.make_node("Identity", [found], [name], name=name))
-    values = [value for value in graph.value_info if value.name != found]
-    del graph.output[:], graph.value_info[:]
-    graph.value_info.extend(values)
-    graph.output.extend([*outputs, onnx.ValueInfoProto(name=name, type=kind)])
+    keep(graph.value_info, lambda value: value.name != found)
+    replace(graph.output, [*outputs, onnx.ValueInfoProto(name=name, type=kind)])
     return model
-
-
-def copy_value(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    """Return a copy."""
-    copy = onnx.ValueInfoProto()
-    copy.CopyFrom(value)
-    return copy
 
 
 class Suggested(dict[str, Declaration]):
@@ -341,7 +332,7 @@ def _record(
         result = op.copy(result)
     model.graph.extend(op.nodes)
     found = result.name or ""
-    outputs = [copy_value(value) for value in proto.graph.output]
+    outputs = [copy_of(value) for value in proto.graph.output]
     model.graph.outputs.append(result)
     return _finished(protos.with_inferred(write(model, proto)), outputs, found, name)
 

@@ -8,7 +8,7 @@ import onnx
 from onnx import helper
 
 from ortgrad.errors import TrainingModelError
-from ortgrad.graph.protos import all_graphs, copy_of
+from ortgrad.graph.protos import all_graphs, copy_of, keep, replace
 
 
 def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
@@ -33,7 +33,7 @@ def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx
     missing = [name for name in names if name not in main]
     if missing:
         raise TrainingModelError(
-            f"the parameter {missing[0]!r} is no initializer and no constant of the model"
+            f"the parameter {missing[0]!r} is neither an initializer nor a constant of the model"
         )
     return made
 
@@ -42,9 +42,7 @@ def _take(graph: onnx.GraphProto, names: Collection[str], *, main: bool) -> list
     """Remove weights from a graph and return them."""
     moved = [] if main else [_copy(t, t.name) for t in graph.initializer if t.name in names]
     if moved:
-        rest = [tensor for tensor in graph.initializer if tensor.name not in names]
-        del graph.initializer[:]
-        graph.initializer.extend(rest)
+        keep(graph.initializer, lambda tensor: tensor.name not in names)
     kept = []
     for node in graph.node:
         value = next((a.t for a in node.attribute if a.name == "value"), None)
@@ -60,13 +58,11 @@ def _take(graph: onnx.GraphProto, names: Collection[str], *, main: bool) -> list
             kept.append(helper.make_node("Identity", [output.name], [copy], name=copy))
             output.name = copy
     if moved:
-        del graph.node[:]
-        graph.node.extend(kept)
+        replace(graph.node, kept)
     return moved
 
 
 def _copy(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
+    copy = copy_of(tensor)
     copy.name = name
     return copy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from ortgrad.graph.protos import FLOATS, all_nodes, copy_of
+from ortgrad.graph.protos import FLOATS, all_nodes, copy_of, keep, replace
 
 
 @dataclass
@@ -50,13 +50,9 @@ def take_parameters(
         [helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in taken],
         [tensor for tensor in taken if tensor.name in settings],
     )
-    rest = [tensor for tensor in graph.initializer if tensor.name not in names]
-    del graph.initializer[:]
-    graph.initializer.extend(rest)
+    keep(graph.initializer, lambda tensor: tensor.name not in names)
     # Exporters may write initializers as inputs, too.
-    inputs = [value for value in graph.input if value.name not in names]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    keep(graph.input, lambda value: value.name not in names)
     return parameters
 
 
@@ -71,8 +67,7 @@ def _move_constants(graph: onnx.GraphProto, names: Collection[str]) -> None:
         else:
             kept.append(node)
     if len(kept) < len(graph.node):
-        del graph.node[:]
-        graph.node.extend(kept)
+        replace(graph.node, kept)
 
 
 def _settings(model: onnx.ModelProto, names: Collection[str]) -> set[str]:

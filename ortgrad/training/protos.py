@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from ortgrad.errors import ModelError, NameNotFoundError, TrainingModelError
-from ortgrad.graph.protos import all_graphs, copy_of
+from ortgrad.graph.protos import all_graphs, copy_of, opset_of
 from ortgrad.operators.schema import with_schemas
 
 # Initializers with more elements hold weights, not sizes or axes that shape inference needs.
@@ -140,11 +140,6 @@ def element_type(model: onnx.ModelProto, name: str) -> int:
         return TensorProto.FLOAT
 
 
-def opset_of(model: onnx.ModelProto) -> int:
-    """Return the version of the standard operators that the model uses."""
-    return next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
-
-
 def open_to_losses(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model, converted if its opset is too old for the nodes of losses."""
     return converted(model) if opset_of(model) < _OLDEST_OPSET else model
@@ -213,8 +208,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     large = {tensor.name: tensor for tensor in model.graph.initializer if _is_large(tensor)}
     if not large or model.ir_version < 4:
         return copy_of(model)
-    light: onnx.ModelProto = copy_without(model, {"graph"})
-    light.graph.CopyFrom(copy_without(model.graph, {"initializer"}))
+    light = copy_without_initializers(model)
     light.graph.initializer.extend(t for t in model.graph.initializer if t.name not in large)
     given = {value.name for value in light.graph.input}
     light.graph.input.extend(
@@ -225,11 +219,18 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-def copy_without(message: Any, fields: Collection[str]) -> Any:
-    """Return a copy of a protobuf message without some of its fields."""
+def copy_without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model without the initializers of its main graph, which are never copied."""
+    light = _copy_without(model, "graph")
+    light.graph.CopyFrom(_copy_without(model.graph, "initializer"))
+    return light
+
+
+def _copy_without(message: Any, left_out: str) -> Any:
+    """Return a copy of a protobuf message without one of its fields."""
     copy = type(message)()
     for descriptor, value in message.ListFields():
-        if descriptor.name in fields:
+        if descriptor.name == left_out:
             continue
         if isinstance(value, (str, bytes, int, float)):
             setattr(copy, descriptor.name, value)

@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from ortgrad.errors import NameNotFoundError, TrainingModelError
 from ortgrad.graph.matching import nearest
-from ortgrad.graph.protos import FLOATS, dependencies
+from ortgrad.graph.protos import FLOATS, copy_of, dependencies
 from ortgrad.training import protos
 from ortgrad.training.linear_models import ML
 
@@ -190,8 +190,7 @@ def _behind_reshapes(
         )
     scores = node.input[0]
     for each in reversed(chain[:-1]):
-        copy = onnx.NodeProto()
-        copy.CopyFrom(each)
+        copy = copy_of(each)
         copy.name = protos.generate_graph_name(model, each.op_type)
         copy.input[0], copy.output[0] = scores, copy.name
         model.graph.node.append(copy)

@@ -17,7 +17,7 @@ from ortgrad.graph.loading import ModelLike, load_model, one_line
 from ortgrad.graph.protos import all_graphs
 from ortgrad.training.checkpoint.state import as_bytes
 from ortgrad.training.files import replacing
-from ortgrad.training.protos import copy_without
+from ortgrad.training.protos import copy_without_initializers
 
 # Models with more bytes of weights are processed without the values of their parameters.
 LARGE = 1 << 30
@@ -103,8 +103,7 @@ def size_of(tensor: onnx.TensorProto) -> int:
 
 def _without_values(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
     """Return a copy of the model in which these initializers have a type and a shape, but no value."""
-    light = copy_without(model, {"graph"})
-    light.graph.CopyFrom(copy_without(model.graph, {"initializer"}))
+    light = copy_without_initializers(model)
     for tensor in model.graph.initializer:
         if tensor.name not in names:
             light.graph.initializer.append(tensor)
