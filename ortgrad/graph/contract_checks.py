@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortgrad.errors import NodeError, unknown_rank
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import constant_tensor
+from ortgrad.graph.traversal import constant_tensor, sizes_of
 from ortgrad.operators.contract import Contract, Row, Token, check_length
 
 # A vector of dimensions: a tuple if all are known, else a value that the graph computes.
@@ -24,7 +24,7 @@ _END = 2**63 - 1
 
 def check_values(contract: Contract, values: Sequence[ir.Value | None]) -> None:
     """Raise ValueError if the known part of the values' shapes contradicts the contract."""
-    shapes = [None if value is None else _dimensions(value) for value in values]
+    shapes = [sizes_of(value) for value in values]
     contents = {}
     for row in contract.rows:
         value = values[row.parameter]
@@ -61,7 +61,7 @@ class _Comparison:
     ) -> None:
         self.op, self.row, self.value, self.bound, self.found = op, row, value, bound, found
         self.text = text
-        self.dims = _contents(self.row.name, value) if row.contents else _dimensions(value)
+        self.dims = _contents(self.row.name, value) if row.contents else sizes_of(value)
 
     def run(self) -> None:
         op, tokens = self.op, self.row.tokens
@@ -210,12 +210,6 @@ def _length_of(vector: _Vector) -> int | None:
 def _set_length(vector: ir.Value, length: int | None) -> None:
     if length is not None:
         vector.shape = ir.Shape([length])
-
-
-def _dimensions(value: ir.Value) -> tuple[int | None, ...] | None:
-    if value.shape is None:
-        return None
-    return tuple(dim if isinstance(dim, int) else None for dim in value.shape)
 
 
 def _contents(name: str, value: ir.Value) -> tuple[int | None, ...] | None:

@@ -10,7 +10,7 @@ from onnx import helper, version_converter
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import all_nodes, captured_values
+from ortgrad.graph.traversal import all_nodes, captured_values, is_operator
 
 PLACEHOLDER = "ortgrad.scan8"
 
@@ -19,7 +19,7 @@ def hide_old_scans(model: ir.Model, opset: int) -> dict[str, ir.Graph]:
     """Replace Scan nodes by placeholders that the converter ignores; returns the converted bodies by name."""
     bodies: dict[str, ir.Graph] = {}
     for node in all_nodes(model.graph):
-        if node.op_type != "Scan" or node.domain != "":
+        if not is_operator(node, "Scan"):
             continue
         body = node.attributes["body"].as_graph()
         if node.inputs[0] is not None or captured_values(body):

@@ -41,6 +41,11 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
+def is_operator(node: onnx.NodeProto, op_type: str) -> bool:
+    """Return whether a node has this standard operator."""
+    return node.op_type == op_type and node.domain in ("", "ai.onnx")
+
+
 def declared_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the values of a graph that have a declared type, without those of its subgraphs."""
     return [*graph.input, *graph.output, *graph.value_info]

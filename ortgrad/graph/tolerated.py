@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from ortgrad.errors import ModelError
-from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, dependencies
+from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, dependencies, is_operator
 
 # From this opset on, an attribute says whether a BatchNormalization trains; before, the number of outputs.
 _FIRST_WITH_MODE = 14
@@ -58,7 +58,7 @@ def _has_duplicates(graph: onnx.GraphProto) -> bool:
 
 
 def _is_constant(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.output) == 1
+    return is_operator(node, "Constant") and len(node.output) == 1
 
 
 def _drop_duplicates(graph: onnx.GraphProto) -> None:
@@ -143,4 +143,4 @@ def _surplus(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 def _evaluates(node: onnx.NodeProto) -> bool:
     mode = next((a.i for a in node.attribute if a.name == "training_mode"), 0)
-    return node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and not mode
+    return is_operator(node, "BatchNormalization") and not mode

@@ -17,13 +17,32 @@ def is_float_tensor(value: ir.Value) -> bool:
 
 
 def is_standard(node: ir.Node) -> bool:
-    """Return whether the operator of a node is one of ONNX's default domain."""
-    return node.domain in ("", "ai.onnx")
+    """Return whether the operator of a node is in ONNX's default domain, which onnx-ir always calls ""."""
+    return not node.domain
+
+
+def is_operator(node: ir.Node, *op_types: str) -> bool:
+    """Return whether a node has one of these standard operators."""
+    return not node.domain and node.op_type in op_types
 
 
 def is_integer(value: ir.Value) -> bool:
     """Return whether the elements are known not to be floating-point numbers."""
     return value.dtype is not None and value.dtype not in FLOAT_TYPES
+
+
+def dimensions(value: ir.Value | None) -> tuple[int | str | None, ...] | None:
+    """Return the sizes of a value, or their names, each None if it has none; None if the rank is unknown."""
+    if value is None or value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+
+
+def sizes_of(value: ir.Value | None) -> tuple[int | None, ...] | None:
+    """Return the sizes of a value, each None if it is unknown; None if the rank is unknown."""
+    if value is None or value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else None for dim in value.shape)
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:

@@ -17,6 +17,7 @@ from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes, put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
+from ortgrad.graph.traversal import is_operator
 from ortgrad.operators.declaration import Operator
 from ortgrad.ops.conv._body import conv_of_columns
 from ortgrad.ops.conv.conv import ATTRIBUTES, conv_grad
@@ -58,7 +59,7 @@ def _convolution(
     if x is None or x.dtype != ir.DataType.FLOAT:
         return None
     for node in (use.node for use in x.uses()):
-        if (node.domain, node.op_type) == ("", "Conv") and list(node.inputs[:2]) == [x, w]:
+        if is_operator(node, "Conv") and list(node.inputs[:2]) == [x, w]:
             own = attributes_of(node, opset)
             if all(own.get(name) == attributes[name] for name in ATTRIBUTES):
                 return node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, is_operator, sizes_of
 from ortgrad.lowering.constants import constant_values, is_dequantized
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, take_over
 from ortgrad.ops.conv.conv import conv_grad, is_depthwise
@@ -18,7 +18,7 @@ def use_depthwise(model: ir.Model) -> ir.Model:
     constant = constant_values(model)
     for node in list(all_nodes(model.graph)):
         is_gradient = (node.domain, node.op_type) == (conv_grad.domain, conv_grad.name)
-        is_forward = (node.domain, node.op_type) == ("", "Conv")
+        is_forward = is_operator(node, "Conv")
         if not (is_gradient or is_forward) or not _is_depthwise(node, node.inputs[2 if is_gradient else 1]):
             continue
         if is_gradient:
@@ -29,7 +29,7 @@ def use_depthwise(model: ir.Model) -> ir.Model:
 
 
 def _is_depthwise(node: ir.Node, w: ir.Value | None) -> bool:
-    if w is None or w.shape is None or w.dtype not in KERNEL_TYPES:
+    sizes = sizes_of(w)
+    if w is None or sizes is None or w.dtype not in KERNEL_TYPES:
         return False
-    group = node.attributes.get_int("group", 1)
-    return is_depthwise(tuple(n if isinstance(n, int) else None for n in w.shape), group)
+    return is_depthwise(sizes, node.attributes.get_int("group", 1))

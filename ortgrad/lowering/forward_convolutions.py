@@ -13,10 +13,10 @@ import onnx_ir as ir
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.patterns import Match, Operators, Pattern, Term
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, sizes_of
 from ortgrad.lowering.constants import constant_values, is_dequantized
 from ortgrad.lowering.fusion.fusable import known_shape, read_constant
-from ortgrad.lowering.internal_operators import KERNEL_TYPES, become, sizes_of
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Operator
 from ortgrad.ops.conv import winograd
 from ortgrad.ops.conv.forward import ACTIVATIONS, dense_conv, is_fastest

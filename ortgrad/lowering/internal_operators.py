@@ -12,13 +12,6 @@ from ortgrad.passes.complete import complete_node
 KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-def sizes_of(value: ir.Value | None) -> tuple[int | None, ...] | None:
-    """Return the sizes of a value; None stands for one that is not known, and for a rank that is not."""
-    if value is None or value.shape is None:
-        return None
-    return tuple(size if isinstance(size, int) else None for size in value.shape)
-
-
 def take_over(model: ir.Model, node: ir.Node, operator: Operator) -> None:
     """Let an internal operator compute a complete node; its call is the same."""
     node.op_type, node.domain = operator.name, INTERNAL_DOMAIN

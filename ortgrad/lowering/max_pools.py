@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import is_operator
 from ortgrad.lowering.constants import computed_nodes
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.ops.max_pool import max_pool_with_indices
@@ -14,7 +15,7 @@ def use_max_pool(model: ir.Model) -> ir.Model:
     """Replace nodes of MaxPool whose indices are used, unless they have dilations or count by columns."""
     names = Names.later(model)
     for node in computed_nodes(model):
-        if (node.domain, node.op_type) == ("", "MaxPool") and _is_supported(node):
+        if is_operator(node, "MaxPool") and _is_supported(node):
             for name in ("dilations", "storage_order"):
                 node.attributes.pop(name, None)
             become(model, node, max_pool_with_indices, names)

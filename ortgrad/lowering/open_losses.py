@@ -8,7 +8,7 @@ from ortgrad.graph.attributes import attributes_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import replace_node
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, is_operator
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.likelihood import negative_log_likelihood
@@ -21,7 +21,7 @@ def open_losses(model: ir.Model, *, compiled: bool) -> ir.Model:
 
     With `compiled`, an operator with a compiled kernel is used.
     """
-    found = [n for n in all_nodes(model.graph) if n.op_type == _LOSS and n.domain == "" and _is_plain(n)]
+    found = [n for n in all_nodes(model.graph) if is_operator(n, _LOSS) and _is_plain(n)]
     names = Names.later(model)
     for node in found:
         op = Recorder(model.opset_imports[""], names, node.name or f"{node.outputs[0].name}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
-from ortgrad.lowering.internal_operators import KERNEL_TYPES, sizes_of, take_over
+from ortgrad.graph.traversal import sizes_of
+from ortgrad.lowering.internal_operators import KERNEL_TYPES, take_over
 from ortgrad.ops.conv.conv import conv_grad
 from ortgrad.ops.pointwise import is_pointwise, pointwise_conv_grad
 

@@ -21,7 +21,7 @@ from ortgrad.graph.attributes import content
 from ortgrad.graph.gradient_nodes import call_of
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import RANDOM
-from ortgrad.graph.traversal import all_graphs, dependencies, release_captured, subgraphs
+from ortgrad.graph.traversal import all_graphs, dependencies, is_operator, release_captured, subgraphs
 from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, find_operator
 
@@ -46,7 +46,7 @@ def share_branches(model: ir.Model) -> ir.Model:
 
 
 def _is_if(node: ir.Node) -> bool:
-    return node.op_type == "If" and node.domain in ("", "ai.onnx") and len(node.inputs) == 1
+    return is_operator(node, "If") and len(node.inputs) == 1
 
 
 def _share(first: ir.Node, second: ir.Node, branch: str, names: Names) -> None:

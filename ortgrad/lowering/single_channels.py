@@ -17,7 +17,7 @@ from ortgrad.graph.bodies import record_body
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes, put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.lowering.internal_operators import sizes_of
+from ortgrad.graph.traversal import sizes_of
 from ortgrad.operators.call import Call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
 from ortgrad.ops.conv._compiled import is_fastest

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.outputs import remove_nodes, replace_node
 from ortgrad.graph.patterns import Pattern
-from ortgrad.graph.traversal import all_nodes, constant_array, only_reader
+from ortgrad.graph.traversal import all_nodes, constant_array, dimensions, only_reader
 
 _PADDED = Pattern(lambda op, x, pads, axes: op.Pad(x, pads, None, op.either(axes, None)))
 
@@ -40,10 +40,10 @@ def _parts(node: ir.Node) -> tuple[int, list[ir.Value]] | None:
         length = value.shape[axis]
         if not isinstance(length, int) or length == 0:
             return None
-        others = tuple(d if isinstance(d, int) else d.value for i, d in enumerate(value.shape) if i != axis)
+        others = [dim for i, dim in enumerate(dimensions(value) or ()) if i != axis]
         if None in others:
             return None
-        kinds.add((axis, others))
+        kinds.add((axis, tuple(others)))
         found.append((before, before + length, before + length + after, value))
     found.sort(key=lambda part: part[0])
     ends = [0, *(end for _, end, _, _ in found)]

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from ortgrad.compiled.functions import TILE
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import is_operator
 from ortgrad.lowering.constants import computed_nodes
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.ops.swap_axes import swap_axes, swapped
@@ -17,7 +18,7 @@ def use_swap_axes(model: ir.Model) -> ir.Model:
     """Replace nodes of Transpose that swap two neighbouring axes and leave runs of elements together."""
     names = Names.later(model)
     for node in computed_nodes(model):
-        axis = _axis(node) if (node.domain, node.op_type) == ("", "Transpose") else None
+        axis = _axis(node) if is_operator(node, "Transpose") else None
         if axis is not None:
             node.attributes.clear()
             node.attributes.add(ir.AttrInt64("axis", axis))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.traversal import is_operator
 from ortgrad.lowering.constants import computed_nodes
 from ortgrad.lowering.internal_operators import KERNEL_TYPES, become
 from ortgrad.ops.transposed_product import FEWEST_TERMS, transposed_product
@@ -17,7 +18,7 @@ def use_transposed_products(model: ir.Model) -> ir.Model:
     """Replace large nodes of Gemm that only multiply, with their first input transposed."""
     names = Names.later(model)
     for node in computed_nodes(model):
-        if (node.domain, node.op_type) == ("", "Gemm") and _is_supported(node):
+        if is_operator(node, "Gemm") and _is_supported(node):
             node.attributes.clear()
             node.resize_inputs(2)
             become(model, node, transposed_product, names)

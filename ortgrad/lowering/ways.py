@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from ortgrad.compiled import machine_code
 from ortgrad.graph.gradient_nodes import call_of
+from ortgrad.graph.traversal import sizes_of
 from ortgrad.lowering.constants import constant_values
-from ortgrad.lowering.internal_operators import sizes_of
 from ortgrad.operators.compiled import CompiledKernel
 from ortgrad.operators.declaration import PYTHON_TYPES, Operator
 from ortgrad.passes.expand import expand

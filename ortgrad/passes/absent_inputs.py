@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, is_operator
 
 
 def drop_empty_inputs(model: ir.Model) -> ir.Model:
     """Make inputs of Resize that are empty constants absent; the model must have the minimum opset."""
     for node in all_nodes(model.graph):
-        if node.op_type != "Resize" or node.domain != "":
+        if not is_operator(node, "Resize"):
             continue
         for i, value in enumerate(node.inputs[1:], 1):
             tensor = None if value is None else ir.convenience.get_const_tensor(value)

@@ -172,3 +172,10 @@ def _empty(model: ir.Model, type_: str) -> ir.Value:
             ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([0]), const_value=tensor)
         )
     return model.graph.initializers[name]
+
+
+def remove_empty_tensors(model: ir.Model) -> None:
+    """Remove the tensors that stand for absent inputs, if no node reads them any more."""
+    for name, value in list(model.graph.initializers.items()):
+        if name.startswith(EMPTY_PREFIX) and not value.uses():
+            del model.graph.initializers[name]

@@ -11,8 +11,8 @@ from ortgrad.graph.gradient_nodes import call_of, gradient_nodes, put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.outputs import remove_nodes
 from ortgrad.graph.recorder import Recorder
-from ortgrad.operators.call import EMPTY_PREFIX
 from ortgrad.operators.declaration import Operator
+from ortgrad.passes.complete import remove_empty_tensors
 
 
 def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> ir.Model:
@@ -27,7 +27,5 @@ def expand(model: ir.Model, choose: Callable[[ir.Node, Operator], bool]) -> ir.M
         results = record_body(op, call, node.inputs, f"{call.node} {operator.name}")
         put_in_place(node, [], op, results, gone)
     remove_nodes(gone)
-    for name, value in list(model.graph.initializers.items()):
-        if name.startswith(EMPTY_PREFIX) and not value.uses():
-            del model.graph.initializers[name]
+    remove_empty_tensors(model)
     return model

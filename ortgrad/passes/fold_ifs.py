@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
-from ortgrad.graph.traversal import all_graphs, all_nodes, constant_tensor, release_captured
+from ortgrad.graph.traversal import all_graphs, all_nodes, constant_tensor, is_operator, release_captured
 
 
 def fold_ifs(model: ir.Model) -> ir.Model:
@@ -29,7 +29,7 @@ def fold_ifs(model: ir.Model) -> ir.Model:
 
 
 def _branch_taken(node: ir.Node) -> ir.Graph | None:
-    if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
+    if not is_operator(node, "If"):
         return None
     tensor = constant_tensor(node.inputs[0])
     if tensor is None or tensor.size != 1:

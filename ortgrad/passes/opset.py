@@ -13,7 +13,7 @@ from ortgrad.graph.names import Names
 from ortgrad.graph.old_scans import hide_old_scans, restore_scans
 from ortgrad.graph.recorder import MINIMUM_OPSET
 from ortgrad.graph.serialization import refill, to_proto
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, is_operator
 from ortgrad.operators.schema import with_schemas
 from ortgrad.passes.inline import inline
 from ortgrad.shapes.inference import infer_types
@@ -94,9 +94,9 @@ def _flatten_hardmax(model: ir.Model) -> None:
     The converter does this for Softmax and LogSoftmax, but not for Hardmax.
     """
     for node in list(all_nodes(model.graph)):
-        if node.op_type != "Hardmax" or node.domain != "" or node.graph is None:
+        if not is_operator(node, "Hardmax") or node.graph is None:
             continue
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+        axis = node.attributes.get_int("axis", 1)
         x, y = node.inputs[0], node.outputs[0]
         shape = ir.node("Shape", [x])
         flat = ir.node("Flatten", [x], {"axis": axis})
@@ -117,8 +117,7 @@ def _roundings(model: ir.Model) -> dict[str, str]:
         rounding = "floor"
         if node.op_type not in ("Upsample", "Resize"):
             continue
-        mode = node.attributes.get("mode")
-        if node.op_type == "Resize" and (mode is None or mode.as_string() == "nearest"):
+        if node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") == "nearest":
             value = node.inputs[1]
             tensor = None if value is None else ir.convenience.get_const_tensor(value)
             scales = None if tensor is None else tensor.numpy()

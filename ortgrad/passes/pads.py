@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, is_standard
 from ortgrad.shapes.inference import infer_types
 
 
@@ -32,7 +32,7 @@ def pad_all_axes(model: ir.Model) -> ir.Model:
 
 
 def _has_axes(node: ir.Node) -> bool:
-    if node.domain not in ("", "ai.onnx"):
+    if not is_standard(node):
         return False
     if node.op_type == "Pad":
         return len(node.inputs) > 3 and node.inputs[3] is not None

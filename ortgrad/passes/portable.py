@@ -7,8 +7,10 @@ import onnx_ir as ir
 from ortgrad.graph.bodies import make_function
 from ortgrad.graph.gradient_nodes import call_of, gradient_nodes
 from ortgrad.graph.portable_calls import portable_identifier
-from ortgrad.operators.call import EMPTY_PREFIX, Call
+from ortgrad.graph.traversal import sizes_of
+from ortgrad.operators.call import Call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
+from ortgrad.passes.complete import remove_empty_tensors
 
 # Operators for which 1.19.2 has kernels for float32 that compute the right gradients.
 _KNOWN = frozenset(
@@ -54,9 +56,7 @@ def make_portable(model: ir.Model) -> ir.Model:
             model.functions.setdefault(function.identifier(), function)
             model.opset_imports.setdefault(domain, 1)
             node.domain, node.op_type, node.version, node.overload = domain, name, None, ""
-    for name, value in list(model.graph.initializers.items()):
-        if name.startswith(EMPTY_PREFIX) and not value.uses():
-            del model.graph.initializers[name]
+    remove_empty_tensors(model)
     return model
 
 
@@ -71,11 +71,8 @@ def _is_known(node: ir.Node, call: Call) -> bool:
 
 
 def _has_kernel_size(node: ir.Node) -> bool:
-    w = node.inputs[2]
-    shape = None if w is None else w.shape
-    return "kernel_shape" in node.attributes or (
-        shape is not None and all(isinstance(size, int) for size in shape[2:])
-    )
+    sizes = sizes_of(node.inputs[2])
+    return "kernel_shape" in node.attributes or (sizes is not None and None not in sizes[2:])
 
 
 def _reduce(node: ir.Node, call: Call) -> None:

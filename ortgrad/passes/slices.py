@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import all_nodes, constant_array
+from ortgrad.graph.traversal import all_nodes, constant_array, is_operator
 
 # The end of a slice that exporters write for "up to the last": no axis is so long.
 _END = 2**31 - 1
@@ -24,7 +24,7 @@ def drop_whole_slices(model: ir.Model, kept: Collection[str]) -> ir.Model:
 
 
 def _takes_everything(node: ir.Node) -> bool:
-    if (node.domain, node.op_type) != ("", "Slice") or len(node.inputs) < 3:
+    if not is_operator(node, "Slice") or len(node.inputs) < 3:
         return False
     starts, ends = (constant_array(value) for value in node.inputs[1:3])
     steps = node.inputs[4] if len(node.inputs) > 4 else None

@@ -46,27 +46,19 @@ def state_pool_sizes(model: ir.Model) -> ir.Model:
 def _is_inferred_wrong(node: ir.Node) -> bool:
     """Return whether onnx may infer other sizes than those of the node's output."""
     x, y = node.inputs[0], node.outputs[0]
-    ceil_mode = node.attributes.get("ceil_mode")
-    if ceil_mode is None or not ceil_mode.as_int() or x is None or x.shape is None or y.shape is None:
+    if not node.attributes.get_int("ceil_mode", 0) or x is None or x.shape is None or y.shape is None:
         return False
     sizes, counts = list(x.shape)[2:], list(y.shape)[2:]
     if not all(isinstance(size, int) for size in (*sizes, *counts)):
         return False
-    auto_pad = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
     if auto_pad.startswith("SAME"):
         return True
-    rank = len(sizes)
-    kernel, strides, dilations, pads = (
-        list(node.attributes[name].as_ints()) if name in node.attributes else [default] * length
-        for name, default, length in (
-            ("kernel_shape", 1, rank),
-            ("strides", 1, rank),
-            ("dilations", 1, rank),
-            ("pads", 0, 2 * rank),
-        )
+    rank, given = len(sizes), node.attributes.get_ints
+    kernel, strides, dilations = (
+        given(name, [1] * rank) for name in ("kernel_shape", "strides", "dilations")
     )
-    if auto_pad == "VALID":
-        pads = [0] * 2 * rank
+    pads = [0] * 2 * rank if auto_pad == "VALID" else given("pads", [0] * 2 * rank)
     inferred = [
         -(-(n + head + tail - (k - 1) * d - 1) // s) + 1
         for n, head, tail, k, d, s in zip(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx
 
-from ortgrad.graph.protos import all_graphs, declared_values
+from ortgrad.graph.protos import all_graphs, declared_values, is_operator
 
 # Places among the inputs and outputs.
 _KEYS, _PAST_KEYS, _RESULT, _PRODUCTS = 1, 4, 0, 3
@@ -24,7 +24,7 @@ def hide_unknown_lengths(graph: onnx.GraphProto, inferred: onnx.GraphProto) -> b
     for inner, other in zip(all_graphs(graph), all_graphs(inferred), strict=True):
         types.update((value.name, value.type) for value in declared_values(other))
         for node in inner.node:
-            if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
+            if not is_operator(node, "Attention"):
                 continue
             for place in _wrong_outputs(node, types):
                 value = onnx.ValueInfoProto(name=node.output[place], type=types[node.output[place]])

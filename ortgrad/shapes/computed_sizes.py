@@ -7,7 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import constant_tensor
+from ortgrad.autodiff.unbroadcast import BROADCASTING
+from ortgrad.graph.traversal import constant_tensor, is_standard
 from ortgrad.shapes.known_elements import Elements, Sizes
 from ortgrad.shapes.pool_sizes import POOLS
 from ortgrad.shapes.size_expressions import Size, broadcast, product
@@ -16,13 +17,15 @@ from ortgrad.shapes.size_expressions import Size, broadcast, product
 Found = Sequence["Size | None"] | None
 _Function = Callable[[ir.Node, Sizes, Elements], "list[Found]"]
 
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, for long lists of operators."""
+    return frozenset(text.split())
+
+
 # Operators with broadcasting whose inputs all take part in it.
-_BROADCASTS = frozenset(
-    [
-        *("Add", "And", "BitShift", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
-        *("BitwiseAnd", "BitwiseOr", "BitwiseXor"),
-        *("Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub", "Sum", "Where", "Xor"),
-    ]
+BROADCASTS = BROADCASTING | words(
+    """And BitShift BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual Or Xor"""
 )
 # The least end of a slice that stands for the end of an axis: none has so many elements.
 _END = 10**9
@@ -30,7 +33,7 @@ _END = 10**9
 
 def output_sizes(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:
     """Return the sizes of a node's outputs as far as they are known."""
-    function = _FUNCTIONS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    function = _FUNCTIONS.get(node.op_type) if is_standard(node) else None
     return [] if function is None else function(node, sizes, elements)
 
 
@@ -292,7 +295,7 @@ def _of_loop(node: ir.Node, sizes: Sizes, elements: Elements) -> list[Found]:
 
 
 _FUNCTIONS: dict[str, _Function] = {
-    **dict.fromkeys(_BROADCASTS, _of_operands),
+    **dict.fromkeys(BROADCASTS, _of_operands),
     **dict.fromkeys(["Conv", *POOLS], _of_windows),
     "Concat": _of_concat,
     "ConstantOfShape": _of_shape,

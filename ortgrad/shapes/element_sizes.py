@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from ortgrad.graph.protos import all_graphs, declared_values, subgraphs
+from ortgrad.graph.protos import all_graphs, declared_values, is_operator, subgraphs
 
 
 def forget_element_sizes(graph: onnx.GraphProto) -> None:
@@ -37,7 +37,7 @@ def hide_initial_sizes(graph: onnx.GraphProto, inferred: onnx.GraphProto) -> boo
     for inner, other in zip(all_graphs(graph), all_graphs(inferred), strict=True):
         types = {value.name: value.type for value in declared_values(other)}
         for node in inner.node:
-            if node.op_type != "Loop" or node.domain not in ("", "ai.onnx"):
+            if not is_operator(node, "Loop"):
                 continue
             for i, name in zip(range(2, len(node.input)), node.output, strict=False):
                 type_ = types.get(name, onnx.TypeProto()).sequence_type.elem_type.tensor_type

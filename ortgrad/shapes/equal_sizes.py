@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import all_nodes, subgraphs
+from ortgrad.graph.traversal import all_nodes, dimensions, subgraphs
 from ortgrad.shapes.computed_sizes import output_sizes
 from ortgrad.shapes.known_elements import Elements
 from ortgrad.shapes.size_expressions import Size
@@ -35,7 +35,7 @@ def forget_made_up_names(graph: ir.Graph) -> None:
     """
     for value in (value for node in all_nodes(graph) for value in node.outputs):
         if value.shape is not None and any(name.startswith(_MADE_UP) for name in _symbols(value)):
-            dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+            dims = dimensions(value) or ()
             value.shape = ir.Shape([None if str(dim).startswith(_MADE_UP) else dim for dim in dims])
 
 
@@ -104,7 +104,7 @@ class _Names:
             if sizes is None or value.shape is None:
                 continue
             dims = [self._name(size, dim) for size, dim in zip(sizes, value.shape, strict=True)]
-            if dims != [dim if isinstance(dim, int) else dim.value for dim in value.shape]:
+            if tuple(dims) != dimensions(value):
                 value.shape = ir.Shape(dims)
 
     def _name(self, size: Size, dim: int | ir.SymbolicDim) -> int | str | None:

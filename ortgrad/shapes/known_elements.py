@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import constant_tensor
+from ortgrad.graph.traversal import constant_tensor, is_standard
 from ortgrad.shapes.size_expressions import Size, product
 
 # Larger tensors are not shapes.
@@ -49,7 +49,7 @@ class Elements:
 
     def visit(self, node: ir.Node) -> None:
         """Find the elements of the outputs of a node."""
-        function = _FUNCTIONS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        function = _FUNCTIONS.get(node.op_type) if is_standard(node) else None
         if function is None or len(node.outputs) != 1 or node.outputs[0].dtype not in _TYPES:
             return
         try:
@@ -102,17 +102,14 @@ def _operand(elements: Elements, node: ir.Node, i: int = 0) -> np.ndarray | None
     return elements.of(node.inputs[i]) if i < len(node.inputs) else None
 
 
-def _int(node: ir.Node, name: str, default: int) -> int:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.as_int()
+def selected(node: ir.Node) -> slice:
+    """Return which sizes a Shape node returns."""
+    return slice(node.attributes.get_int("start"), node.attributes.get_int("end"))
 
 
 def _shape(elements: Elements, node: ir.Node) -> np.ndarray | None:
     sizes = elements.sizes(node.inputs[0])
-    if sizes is None:
-        return None
-    start, end = (node.attributes.get(name) for name in ("start", "end"))
-    return sizes[None if start is None else start.as_int() : None if end is None else end.as_int()]
+    return None if sizes is None else sizes[selected(node)]
 
 
 def _size(elements: Elements, node: ir.Node) -> np.ndarray | None:
@@ -140,13 +137,14 @@ def _gather(elements: Elements, node: ir.Node) -> np.ndarray | Size | None:
     if array is None or where is None or numbers is None or None in numbers:
         return None
     places = np.array(numbers, np.int64).reshape(where.shape)
-    return np.take(array, places, axis=_int(node, "axis", 0))
+    return np.take(array, places, axis=node.attributes.get_int("axis", 0))
 
 
 def _concat(elements: Elements, node: ir.Node) -> np.ndarray | None:
-    arrays = [elements.of(value) for value in node.inputs]
-    found = [array for array in arrays if array is not None]
-    return np.concatenate(found, axis=_int(node, "axis", 0)) if len(found) == len(arrays) else None
+    found = [array for value in node.inputs if (array := elements.of(value)) is not None]
+    if len(found) < len(node.inputs):
+        return None
+    return np.concatenate(found, axis=node.attributes.get_int("axis", 0))
 
 
 def _slice(elements: Elements, node: ir.Node) -> np.ndarray | None:
@@ -196,7 +194,7 @@ def _product_of_all(elements: Elements, node: ir.Node) -> np.ndarray | None:
     array = _operand(elements, node)
     if array is None or array.ndim != 1 or node.outputs[0].shape is None:
         return None
-    if _int(node, "noop_with_empty_axes", 0):
+    if node.attributes.get_int("noop_with_empty_axes", 0):
         return None
     return _scalar(product(array)).reshape([1] * len(node.outputs[0].shape))
 

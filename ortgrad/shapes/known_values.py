@@ -15,7 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.names import Names
+from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.traversal import FLOAT_TYPES, all_nodes, constant_tensor, is_standard
+from ortgrad.shapes.computed_sizes import words
+from ortgrad.shapes.known_elements import selected
 
 # Larger tensors are not shapes.
 _LARGEST = 1000
@@ -39,7 +42,7 @@ def fold_known_values(model: ir.Model, wrt: Sequence[str] | None) -> bool:
     names = Names.of(model)
     for node, i, array in constants:
         if array is not None:
-            _replace(node, i, array, names)
+            _replace(node, i, array, model.opset_imports[""], names)
     return True
 
 
@@ -55,15 +58,12 @@ def _deciding(node: ir.Node) -> Iterator[int]:
             yield i
 
 
-def _replace(node: ir.Node, i: int, array: np.ndarray, names: Names) -> None:
+def _replace(node: ir.Node, i: int, array: np.ndarray, opset: int, names: Names) -> None:
     value, graph = node.inputs[i], node.graph
-    assert value is not None and isinstance(graph, ir.Graph)
-    constant = ir.node("Constant", [], {"value": ir.tensor(array)}, name=names.fresh(f"{value.name}/known"))
-    output = constant.outputs[0]
-    output.name, output.type = constant.name, value.type
-    output.shape = ir.Shape(array.shape)
-    graph.insert_before(node, constant)
-    node.replace_input_with(i, output)
+    assert value is not None and graph is not None
+    op = Recorder(opset, names, f"{value.name}/known")
+    node.replace_input_with(i, op.constant(array))
+    graph.insert_before(node, op.nodes)
 
 
 class _Evaluation:
@@ -185,9 +185,7 @@ def _sizes(node: ir.Node) -> Known | None:
     sizes = np.array([size if isinstance(size, int) else 1 for size in shape], np.int64)
     if node.op_type == "Size":
         return (np.array(sizes.prod()), np.array(True)) if known.all() else None
-    start, end = (node.attributes.get(name) for name in ("start", "end"))
-    part = slice(None if start is None else start.as_int(), None if end is None else end.as_int())
-    return sizes[part], known[part]
+    return sizes[selected(node)], known[selected(node)]
 
 
 def _is_large(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
@@ -221,27 +219,21 @@ def _any(masks: Iterable[np.ndarray]) -> np.ndarray:
     return np.logical_or.reduce(np.broadcast_arrays(*masks))
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Elementwise operators of whose operands not all elements need be known.
 _LOGIC: dict[str, Callable[[Operands], np.ndarray]] = {
     "And": _known_and,
     "Or": _known_or,
     "Where": _known_where,
 }
-_ELEMENTWISE = _names(
+_ELEMENTWISE = words(
     """Abs Add And Cast Ceil Div Equal Floor Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Neg Not
     Or Round Sign Sub Sum Where Xor"""
 )
 # Operators that return elements of their first input (Concat: of all), in other places.
-_MOVING = _names(
+_MOVING = words(
     """Concat Expand Flatten Gather GatherElements GatherND Identity Reshape Slice Split Squeeze Transpose
     Unsqueeze"""
 )
-_EVALUATED = (
-    _ELEMENTWISE
-    | _MOVING
-    | _names("ArgMax ArgMin Constant CumSum NonZero ReduceMax ReduceMin ReduceProd ReduceSum Shape Size")
-)
+_EVALUATED = words(
+    "ArgMax ArgMin Constant CumSum NonZero ReduceMax ReduceMin ReduceProd ReduceSum Shape Size"
+).union(_ELEMENTWISE, _MOVING)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import all_nodes
+from ortgrad.graph.traversal import all_nodes, dimensions, is_operator
 from ortgrad.shapes.equal_sizes import forget_made_up_names
 from ortgrad.shapes.inference import infer_types
 
@@ -58,7 +58,7 @@ def _assuming(model: ir.Model, shapes: Shapes) -> ir.Model:
 
 def _loops(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Graph]]:
     for node in all_nodes(model.graph):
-        if node.op_type == "Loop" and node.domain == "":
+        if is_operator(node, "Loop"):
             yield node, node.attributes["body"].as_graph()
 
 
@@ -67,14 +67,8 @@ def _states(model: ir.Model) -> Iterator[tuple[tuple[int, int], Dims | None, Dim
     for number, (node, body) in enumerate(_loops(model)):
         count = len(body.inputs) - 2
         for i, values in enumerate(zip(node.inputs[2:], body.outputs[1 : 1 + count], strict=False)):
-            start, after = map(_dims, values)
+            start, after = map(dimensions, values)
             yield (number, i), start, after
-
-
-def _dims(value: ir.Value | None) -> Dims | None:
-    if value is None or value.shape is None:
-        return None
-    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
 
 
 def _join(one: Dims | None, other: Dims | None) -> Dims | None:

@@ -39,8 +39,9 @@ def fill_in_shapes(graph: ir.Graph) -> bool:
 def write_out_sides(graph: onnx.GraphProto) -> None:
     """Give every STFT node the attribute `onesided`, in place, for shape inference only."""
     for node in protos.all_nodes(graph.node):
-        is_stft = node.op_type == "STFT" and node.domain in ("", "ai.onnx")
-        if is_stft and not any(attribute.name == "onesided" for attribute in node.attribute):
+        if protos.is_operator(node, "STFT") and not any(
+            attribute.name == "onesided" for attribute in node.attribute
+        ):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))
 
 
@@ -57,13 +58,12 @@ def _same_in_float(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Res
 
 
 def _regressor(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Result]:
-    targets = node.attributes.get("targets")
-    return [(ir.DataType.FLOAT, ir.Shape([_rows(x), 1 if targets is None else targets.as_int()]))]
+    return [(ir.DataType.FLOAT, ir.Shape([_rows(x), node.attributes.get_int("targets", 1)]))]
 
 
 def _columns(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Result]:
-    sizes = node.attributes.get("inputdimensions")
-    return [(ir.DataType.FLOAT, ir.Shape([_rows(x), None if sizes is None else sum(sizes.as_ints())]))]
+    sizes = node.attributes.get_ints("inputdimensions")
+    return [(ir.DataType.FLOAT, ir.Shape([_rows(x), None if sizes is None else sum(sizes)]))]
 
 
 def _classifier(node: ir.Node, element: ir.DataType, x: ir.Shape) -> list[Result]:

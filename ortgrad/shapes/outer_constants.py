@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortgrad.graph.protos import subgraphs
+from ortgrad.graph.protos import is_operator, subgraphs
 
 _TYPES = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.FLOAT)
 # In elements: more than any shape has.
@@ -65,7 +65,7 @@ def _is_small(tensor: TensorProto) -> bool:
 
 
 def _constant(node: onnx.NodeProto) -> TensorProto | None:
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+    if not is_operator(node, "Constant"):
         return None
     for attribute in node.attribute:
         if attribute.name == "value":

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import all_nodes, dependencies, subgraphs
+from ortgrad.graph.traversal import all_nodes, dependencies, is_operator, subgraphs
 from ortgrad.shapes.defined_types import infer_defined_types
 from ortgrad.shapes.loop_shapes import infer_loop_shapes
 from ortgrad.shapes.required_ranks import apply_required_ranks
@@ -66,7 +66,7 @@ def infer_proven_shapes(model: ir.Model) -> Declared:
             declared.ranks[value] = len(value.shape)
         value.shape = None
     for node in all_nodes(model.graph):
-        if node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
+        if is_operator(node, "Scan"):
             _keep_ranks(node, declared.ranks)
     infer_further_shapes(model)
     return declared

@@ -13,10 +13,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.unbroadcast import BROADCASTING, KEEPING
+from ortgrad.autodiff.unbroadcast import KEEPING
 from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.traversal import all_nodes, dependencies, subgraphs
+from ortgrad.graph.traversal import all_nodes, dependencies, is_standard, subgraphs
 from ortgrad.operators.declaration import DOMAIN
+from ortgrad.shapes.computed_sizes import BROADCASTS, words
 
 # rank(value) = rank(other) + offset, or rank(value) = offset if there is no other.
 Relation = tuple["ir.Value | None", "ir.Value | None", int]
@@ -93,14 +94,14 @@ def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[tuple[ir.G
 
 
 def _of_node(node: ir.Node, opset: int) -> Iterator[Relation]:
-    key = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+    key = node.op_type if is_standard(node) else f"{node.domain}::{node.op_type}"
     value = _values(node)
     for name, rank in _FIXED.get(key, {}).items():
         yield value(name), None, rank
     attributes = attributes_of(node, opset)
     if key in _SAME or (key in _REDUCTIONS and attributes.get("keepdims")):
         yield value(~0), value(0), 0
-    if key in _BROADCASTS:
+    if key in BROADCASTS:
         yield from _broadcast(node)
     if key in _FUNCTIONS:
         for i, j, offset in _FUNCTIONS[key](node, attributes):
@@ -215,10 +216,6 @@ def _length(node: ir.Node, i: int) -> int | None:
     return value.shape[0] if isinstance(value.shape[0], int) else None
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _RECURRENT = {0: 3, 1: 3, 2: 3, 3: 2, 4: 1, 5: 3, ~1: 3}
 # The ranks of inputs, by index, and of outputs, by its complement.
 _FIXED: dict[str, dict[int, int]] = {
@@ -238,17 +235,16 @@ _FIXED: dict[str, dict[int, int]] = {
     "InstanceNormalization": {1: 1, 2: 1},
 }
 # Operators whose first output has as many dimensions as their first input.
-_SAME = KEEPING | _names(
+_SAME = KEEPING | words(
     """BatchNormalization CumProd CumSum GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
     InstanceNormalization LRN LayerNormalization LpNormalization MeanVarianceNormalization QuantizeLinear
     DequantizeLinear RMSNormalization ReverseSequence RotaryEmbedding ScatterElements ScatterND
     SimplifiedLayerNormalization Slice TensorScatter TopK Transpose Trilu"""
 )
-_REDUCTIONS = _names(
+_REDUCTIONS = words(
     """ArgMax ArgMin ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd
     ReduceSum ReduceSumSquare"""
 )
-_BROADCASTS = BROADCASTING | _names("And Equal Greater GreaterOrEqual Less LessOrEqual Or Xor")
 _FUNCTIONS: dict[str, Callable[[ir.Node, Attributes], Found]] = {
     "MaxPool": lambda node, attributes: [*_pool(node, attributes), (~0, 0, 0)],
     "AveragePool": lambda node, attributes: [*_pool(node, attributes), (~0, 0, 0)],

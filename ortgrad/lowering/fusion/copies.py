@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import all_graphs
+from ortgrad.graph.traversal import all_graphs, is_standard
 from ortgrad.lowering.fusion.expressions import TABLE
 from ortgrad.lowering.fusion.fusable import infer_broadcast, known_shape
 
@@ -41,7 +41,7 @@ def _is_superfluous(node: ir.Node) -> bool:
 def _broadcasts(node: ir.Node, copy: ir.Value, shape: tuple[int | str, ...]) -> bool:
     """Return whether an element-wise node has another operand of that shape, to which it broadcasts."""
     expression = TABLE.get(node.op_type)
-    if expression is None or expression.equal_shapes or node.domain not in ("", "ai.onnx"):
+    if expression is None or expression.equal_shapes or not is_standard(node):
         return False
     if node.op_type in ("PRelu", "Clip"):
         # Their second operand broadcasts in one direction only, or not at all.

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgrad.graph.gradient_nodes import call_of
-from ortgrad.graph.traversal import constant_number, constant_tensor
+from ortgrad.graph.traversal import constant_number, constant_tensor, dimensions, is_operator, is_standard
 from ortgrad.lowering.fusion.expressions import TABLE, Expression, find_expression, own_kernel
 from ortgrad.lowering.fusion.program import Constant
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
@@ -115,7 +115,7 @@ def unsqueezed(value: ir.Value) -> tuple[ir.Value, int] | None:
     A fused node reads that value instead.
     """
     node = value.producer()
-    if node is None or (node.domain, node.op_type) != ("", "Unsqueeze") or value.is_graph_output():
+    if node is None or not is_operator(node, "Unsqueeze") or value.is_graph_output():
         return None
     source, axes = node.inputs[0], node.inputs[1]
     shape = None if source is None else known_shape(source)
@@ -129,16 +129,15 @@ def unsqueezed(value: ir.Value) -> tuple[ir.Value, int] | None:
 
 def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
     """Return the sizes and names of sizes of a value; None if one of them is unknown."""
-    if value.shape is None:
-        return None
-    sizes = [size if isinstance(size, int) else size.value for size in value.shape]
-    return None if None in sizes else tuple(size for size in sizes if size is not None)
+    found = dimensions(value) or ()
+    known = tuple(size for size in found if size is not None)
+    return None if value.shape is None or len(known) < len(found) else known
 
 
 def infer_broadcast(node: ir.Node) -> None:
     """Infer the type and shape of an element-wise node if they follow from the shapes of its inputs alone."""
     expression = TABLE.get(node.op_type)
-    if expression is None or node.domain not in ("", "ai.onnx") or known_shape(node.outputs[0]) is not None:
+    if expression is None or not is_standard(node) or known_shape(node.outputs[0]) is not None:
         return
     inputs = [value for value in node.inputs if value is not None]
     shapes = [known_shape(value) for value in inputs]
@@ -159,9 +158,9 @@ def _read(node: ir.Node) -> Reading | None:
         return _read_own(node)
     if node.domain == DOMAIN and node.op_type in _CONTRIBUTED:
         name = _CONTRIBUTED[node.op_type]
-        attributes = {"alpha": _float(node, "alpha", 1.702)} if name == "Swish" else {}
+        attributes = {"alpha": node.attributes.get_float("alpha", 1.702)} if name == "Swish" else {}
         return name, _operands(node), attributes
-    if node.domain not in ("", "ai.onnx") or any(value is None for value in node.inputs[:1]):
+    if not is_standard(node) or any(value is None for value in node.inputs[:1]):
         return None
     special = _SPECIAL.get(node.op_type)
     if special is not None:
@@ -169,7 +168,7 @@ def _read(node: ir.Node) -> Reading | None:
     if node.op_type not in TABLE or node.op_type in _INTERNAL or None in node.inputs:
         return None
     defaults = _DEFAULTS.get(node.op_type, {})
-    attributes = {name: _float(node, name, value) for name, value in defaults.items()}
+    attributes = {name: node.attributes.get_float(name, value) for name, value in defaults.items()}
     return node.op_type, _operands(node), attributes
 
 
@@ -215,11 +214,6 @@ def read_constant(value: ir.Value | None) -> Constant | None:
     return None if math.isnan(number) else Constant(number, len(tensor.shape))
 
 
-def _float(node: ir.Node, name: str, default: float) -> float:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else float(attribute.value)
-
-
 def _read_pow(node: ir.Node) -> Reading | None:
     exponent = node.inputs[1]
     operator = {2.0: "Square", 3.0: "Cube"}.get(constant_number(exponent) or 0.0)
@@ -254,8 +248,7 @@ def _read_cast(node: ir.Node) -> Reading | None:
 
 
 def _read_gelu(node: ir.Node) -> Reading | None:
-    approximate = node.attributes.get("approximate")
-    tanh = approximate is not None and approximate.as_string() == "tanh"
+    tanh = node.attributes.get_string("approximate", "none") == "tanh"
     if tanh and node.outputs[0].dtype == ir.DataType.DOUBLE:
         # ONNX defines it with constants in single precision.
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortgrad.graph.traversal import constant_tensor
+from ortgrad.graph.traversal import constant_tensor, is_operator
 from ortgrad.lowering.fusion.expressions import Expression
 from ortgrad.lowering.fusion.fusable import ELEMENTS, Fusable, known_shape
 from ortgrad.lowering.fusion.program import Total
@@ -44,7 +44,7 @@ class FusableSum(Fusable):
 
 def read_sum(node: ir.Node) -> FusableSum | None:
     """Return the node as a sum of a fused node; None if it cannot be one."""
-    if (node.domain, node.op_type) != ("", "ReduceSum") or not node.outputs[0].name:
+    if not is_operator(node, "ReduceSum") or not node.outputs[0].name:
         return None
     x = node.inputs[0]
     shape = None if x is None else known_shape(x)
