@@ -10,8 +10,9 @@ import onnxruntime
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.feeds import Arrays, typed
-from ortgrad.graph.loading import one_line, onnxruntime_errors
+from ortgrad.graph.loading import one_line
 from ortgrad.graph.protos import copy_of
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.pipelines.prepare import Kernels
 from ortgrad.runtime.session import InferenceSession
 

@@ -45,7 +45,7 @@ def _decoded(value: Any) -> Any:
 
 
 def content(attribute: ir.Attr) -> str:
-    """Return what is equal for equal attributes without graphs."""
+    """Return a key that is equal for equal attributes without graphs."""
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.as_tensor()
         return f"{tensor.dtype}{tensor.shape}{tensor.tobytes()!r}"

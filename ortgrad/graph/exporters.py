@@ -1,4 +1,4 @@
-"""What a file tells about the tensors in it: which are parameters, and under which names PyTorch has them."""
+"""What a file says about the tensors in it: which are parameters, and under which names PyTorch has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortgrad.graph.scopes import containers, module_of, role_names
 
 
 def read_origins(model: onnx.ModelProto) -> Origins:
-    """Return what the file tells about its initializers."""
+    """Return what the file says about its initializers."""
     signature = signature_of(model.graph)
     if signature:
         found = from_dynamo(model.graph, signature)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ from onnx import numpy_helper
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.protos import all_graphs, all_nodes, copy_of
 from ortgrad.graph.tolerated import repaired
+from ortgrad.graph.trials import refusal
 from ortgrad.graph.validation import check_fields, check_graphs, refuse_internal_operators
 from ortgrad.graph.versions import with_known_versions
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, DOMAIN, find_operator
+from ortgrad.operators.schema import with_schemas
 
 # Versions assumed for domains that a model does not import; onnxruntime assumes the newest that it has.
 ASSUMED_VERSIONS = {"": 23, "ai.onnx.ml": onnx.defs.onnx_ml_opset_version()}
@@ -45,8 +46,8 @@ def load_model(model: ModelLike, *, external_data: bool = True, bodies: bool = T
     """Return the model as a validated ModelProto that imports the domains of its nodes.
 
     Its versions are those that onnxruntime takes, if it means the same in them. A ModelProto that needs no
-    change is returned itself, not a copy. Without `bodies`, those of gradient
-    nodes are left out where this is cheap: most nodes of a model with gradients are in them.
+    change is returned itself, not a copy. Without `bodies`, the bodies of gradient nodes are left out where
+    this is cheap: they contain most nodes of a model with gradients.
     """
     if isinstance(model, onnx.ModelProto):
         model = _checked(model, "the ModelProto")
@@ -119,34 +120,16 @@ def diagnosing(model: onnx.ModelProto) -> Iterator[None]:
 
 def _complaint(model: onnx.ModelProto) -> str | None:
     """Return why onnx or onnxruntime refuses the model; None if both accept it, or if it is too large."""
-    from ortgrad.operators.schema import with_schemas
-
     if model.ByteSize() >= LARGEST_MESSAGE:
         return None
     try:
         with_schemas(onnx.checker.check_model, model)
         with_schemas(onnx.shape_inference.infer_shapes, model, check_type=True, strict_mode=True)
-    except ONNX_ERRORS as error:
-        return one_line(error)
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    try:
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except onnxruntime_errors() as error:
-        # An operator that onnxruntime does not implement does not make the model invalid.
-        return None if "is not a registered" in str(error) else one_line(error)
-    return None
-
-
-@functools.cache
-def onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """Return the exception classes of onnxruntime, which have no common base class of their own."""
-    import onnxruntime.capi.onnxruntime_pybind11_state as state
-
-    return tuple(e for e in vars(state).values() if isinstance(e, type) and issubclass(e, Exception))
+    except ONNX_ERRORS as complaint:
+        return one_line(complaint)
+    error = refusal(model)
+    # An operator that onnxruntime does not implement does not make the model invalid.
+    return None if error is None or "is not a registered" in str(error) else one_line(error)
 
 
 def refused(error: Exception) -> ModelError:

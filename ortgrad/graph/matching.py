@@ -41,7 +41,7 @@ def left_out(pattern: str, found: Sequence[str], names: Sequence[str], origins: 
     if gone:
         texts.append(f"the exporter has removed or folded {_listed(gone)}")
     if pattern.endswith("*"):
-        # A weight of such a module may have a name that tells nothing.
+        # A weight of such a module may have a name that says nothing.
         others = [name for name in names if name not in found]
         read = [n for n in others if matches(pattern, [f"{each}." for each in origins.readers.get(n, ())])]
         if read:
@@ -95,10 +95,10 @@ def cure(origins: Origins) -> str:
 
 
 def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
-    """Return a warning about those of the parameters that are not PyTorch's, though named like them."""
+    """Return a warning about parameters that are not PyTorch's, although they have its names."""
     names = [*names]
     texts = []
-    # These are named in full: which layers now train together is told nowhere else.
+    # These are named in full: nothing else says which layers now train together.
     merged = [f"{', '.join(map(repr, origins.merged[n]))} (now {n!r})" for n in names if n in origins.merged]
     if merged:
         texts.append(f"equal tensors were merged into one, which has one gradient: {'; '.join(merged)}")

@@ -19,7 +19,7 @@ class Origins:
 
     # "dynamo" or "torchscript", PyTorch's exporters; "" for others.
     exporter: str = ""
-    # Whether a constant is a parameter, where the file tells.
+    # Whether a constant is a parameter, if the file says so.
     parameters: dict[str, bool] = field(default_factory=dict)
     # Further names of initializers, under which PyTorch has them.
     aliases: dict[str, list[str]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Origins:
     split: dict[str, str] = field(default_factory=dict)
     # Weights of convolutions that contain a batch normalization, and the parameters of that, if known.
     folded: dict[str, list[str]] = field(default_factory=dict)
-    # Initializers that were computed from what the file does not tell.
+    # Initializers that were computed from tensors that the file does not name.
     unknown: list[str] = field(default_factory=list)
     # Parameters that nodes would read, but that are not in the file.
     removed: list[str] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """What the PyTorch exporter of `dynamo=True` says about the tensors of a file.
 
-The metadata of the graph has the names of all parameters, buffers and constants; that of a value the tensors
-from which it was computed when the file was written; that of a node the call of which it is a part.
+The metadata of the graph lists all parameters, buffers and constants; the metadata of a value lists the
+tensors from which it was computed when the file was written, and the metadata of a node names the call that
+it is a part of.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _SPECS = (
         r"target='(?P<target>[^']+)'"
     ),
 )
-# A value inside of a call, such as the transposed weight of a linear layer.
+# A value inside a call, such as the transposed weight of a linear layer.
 _INTERNAL = re.compile(r"val_\d+")
-# Calls inside of which weights are at most moved. Others compute with them, such as `add` with its `alpha`.
+# Calls that at most move their weights. Others compute with them, such as `add` with its `alpha`.
 _RECURRENT_CALLS = r"gru|lstm|rnn_tanh|rnn_relu"
 _MOVES_INSIDE = re.compile(
     rf"target=[\w.]*\b({_RECURRENT_CALLS}|linear|bilinear|matmul|mm|bmm|einsum|prelu|convolution|conv[123]d|"
@@ -56,7 +57,7 @@ def _call_of(node: onnx.NodeProto) -> str:
 
 
 def from_dynamo(graph: onnx.GraphProto, signature: Mapping[str, tuple[str, str]]) -> Origins:
-    """Return what the file tells about its initializers."""
+    """Return what the file says about its initializers."""
     return _Reader(graph, signature).origins
 
 
@@ -134,7 +135,7 @@ class _Reader:
         return all(_INTERNAL.fullmatch(step) or _MOVES.fullmatch(step) for step in steps)
 
     def _follow_calls(self) -> list[str]:
-        """Name the initializers that calls read in the place of others; return parameters that are gone."""
+        """Name the initializers that calls read instead of others; return the parameters that are gone."""
         result = self.origins
         calls: dict[str, tuple[list[str], list[str]]] = {}
         copies = copied(self._graph, self._initializers)
@@ -174,7 +175,7 @@ class _Reader:
         names, told = self.origins.names, self.origins.parameters
         free = [o for o in operands if not set(names(o)) & set(parameters)]
         likely = [o for o in free if told.get(o) is not False]
-        # Without likely ones, those of which nothing is known: older versions do not write what was folded.
+        # Otherwise the ones about which nothing is known: older versions do not write what was folded.
         rest = likely or [o for o in free if _INTERNAL.fullmatch(o) and o not in self._sources]
         count = len(absent)
         for name in absent:
@@ -186,7 +187,7 @@ class _Reader:
             yield name, chosen
 
     def _find_lost(self, missing: Iterable[str]) -> None:
-        """Find parameters of which no call tells: equal tensors that were computed from two were merged."""
+        """Find parameters that no call mentions: equal tensors that were computed from two were merged."""
         result = self.origins
         known = self._known() | set(missing)
         lost: dict[str, list[str]] = {}

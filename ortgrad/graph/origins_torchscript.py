@@ -22,7 +22,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def from_torchscript(graph: onnx.GraphProto) -> Origins:
-    """Return what the file tells about its initializers."""
+    """Return what the file says about its initializers."""
     result = Origins("torchscript")
     for inner in all_graphs(graph):
         constants = [node.output[0] for node in inner.node if node.op_type == "Constant" and not node.domain]

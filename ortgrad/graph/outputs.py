@@ -1,4 +1,4 @@
-"""Replacement of values, also among the outputs of a graph, of which a model with gradients has many."""
+"""Replacement of values, also among the outputs of a graph; a model with gradients has many outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def replace_node(
 
 
 def remove_nodes(nodes: Iterable[ir.Node]) -> None:
-    """Remove nodes whose outputs nobody reads; onnx-ir looks at all outputs of a graph in each removal."""
+    """Remove nodes whose outputs nothing reads; onnx-ir looks at all outputs of a graph in each removal."""
     by_graph: dict[ir.Graph, list[ir.Node]] = {}
     for node in nodes:
         assert isinstance(node.graph, ir.Graph)

@@ -91,7 +91,7 @@ class Match:
         return next(node for node in self.nodes if node.op_type == op_type)
 
     def remove_unread(self) -> None:
-        """Remove the nodes whose outputs nobody reads any more."""
+        """Remove the nodes whose outputs nothing reads any more."""
         left = {node for node in self.nodes if node.graph is not None}
         while gone := {n for n in left if not any(v.uses() or v.is_graph_output() for v in n.outputs)}:
             remove_nodes(gone)

@@ -63,7 +63,7 @@ class Recorder(ir.tape.Tape):
         self.checked = False
         self.label = ""
         self._recorded: dict[Any, Any] = {}
-        # Sequences of zeros but for one element: its place and the element.
+        # Sequences of zeros except for one element, with its place and the element.
         self._placed: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ def from_proto(source: onnx.ModelProto) -> ir.Model:
 
 
 def refill(model: ir.Model, source: onnx.ModelProto) -> ir.Model:
-    """Put what a function of onnx has made of a model in the place of all that the model contains."""
+    """Replace all that a model contains by what a function of onnx has made of it."""
     made = from_proto(source)
     model.graph = made.graph
     for own, other in ((model.functions, made.functions), (model.metadata_props, made.metadata_props)):

@@ -1,7 +1,7 @@
-"""Repairs of files that programs write or onnxruntime accepts, although ONNX forbids them.
+"""Repairs of files that ONNX forbids, although programs write them or onnxruntime accepts them.
 
 - Some converters write a constant once for every use, under one name. Where the values are equal, the first
-  one remains. Where they differ, the model is refused: onnxruntime would take one of them without a word.
+  one remains. Where they differ, the model is refused: onnxruntime would silently take one of them.
 - onnxruntime-training 1.19.2 leaves the outputs for running statistics at a BatchNormalization that it has
   switched to evaluation. They have no values then. If nothing reads them, they are dropped.
 """

@@ -1,6 +1,6 @@
 """Makes a bias that is added to the result of a convolution its third input.
 
-onnxruntime does so itself if the weights are constant. Those of a model with gradients are inputs.
+onnxruntime does the same, but only with constant weights; the weights of a model with gradients are inputs.
 """
 
 from __future__ import annotations

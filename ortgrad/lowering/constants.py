@@ -1,8 +1,8 @@
 """Values that depend on no input, and that onnxruntime therefore computes once, when a session is made.
 
 It folds nodes of its own operators, in subgraphs too, but neither random ones, nor those that have subgraphs,
-nor DequantizeLinear, which it may merge with others. Kernels of ortgrad, fused nodes too, are never folded: a
-node that replaces a constant one would run again and again.
+nor DequantizeLinear, which it may merge with others. It never folds kernels of ortgrad, including fused
+nodes: a node that replaced a constant one would be computed in every run.
 """
 
 from __future__ import annotations

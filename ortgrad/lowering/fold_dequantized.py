@@ -19,7 +19,7 @@ from ortgrad.operators.declaration import DOMAIN
 
 # Their differences are computed exactly as int32. Smaller ones would grow to eight times their size and more.
 _INTEGERS = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16, ir.DataType.INT32)
-# In bytes: what all folded tensors of a model may take together.
+# The most bytes that all folded tensors of a model may take together.
 _LARGEST = 1 << 30
 
 

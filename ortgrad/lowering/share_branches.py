@@ -2,7 +2,7 @@
 
 The gradient of an If is another If with the same condition, whose branches repeat the forward nodes that they
 need. Here the first If gets further outputs for them. In the branch that does not compute such an output, it
-is an empty tensor, which nobody reads.
+is an empty tensor, which nothing reads.
 
 Some nodes compute more in the gradient than in the first If: the maxima of a MaxPool and where they were, the
 gates of an LSTM. There the node of the first If is changed, so that it computes that, too.
@@ -26,7 +26,7 @@ from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE, find_operator
 
 _BRANCHES = ("then_branch", "else_branch")
-# The operators with which gradients compute more, and those of ONNX.
+# Operators that compute more, for gradients, and ONNX's operators in their place.
 _TRAINING_FORMS = {"LSTMTraining": "LSTM", "GRUTraining": "GRU"}
 # What stands for a value in a comparison: another value, or its number in a subgraph.
 _Same = Mapping[ir.Value, object]
@@ -135,7 +135,7 @@ def _matches(source: ir.Graph, graph: ir.Graph, names: Names) -> dict[ir.Value, 
 
 
 def _operator_and_operands(node: ir.Node, same: _Same) -> object:
-    """Return what is equal for nodes of which one may compute more results than the other."""
+    """Return a key that is equal for nodes that differ at most in how many results they compute."""
     domain, name, overload = node.op_identifier()
     tokens = [_token(value, same) for value in node.inputs]
     operator = find_operator(name, domain)
@@ -206,7 +206,7 @@ def _is_random(node: ir.Node) -> bool:
 
 
 def _key(node: ir.Node, same: _Same, depth: int = 0) -> object:
-    """Return what is equal for nodes that compute the same, if values that stand for others equal those."""
+    """Return a key that is equal for nodes that compute the same, if values are what `same` says."""
     return (
         node.op_identifier(),
         tuple(_token(value, same) for value in node.inputs),
@@ -229,7 +229,7 @@ def _content(attribute: ir.Attr, same: _Same, depth: int) -> str:
 
 
 def _describe(graph: ir.Graph, same: _Same, depth: int) -> object:
-    """Return what is equal for equal subgraphs, in which a value is known by its number."""
+    """Return a key that is equal for equal subgraphs, in which a value is known by its number."""
     known: dict[ir.Value, object] = dict(same)
     own = [*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)]
     known.update((value, f"{depth}.{i}") for i, value in enumerate(own))

@@ -1,7 +1,7 @@
 """Simplifies the gradients of slices.
 
-The gradient of several slices that divide an axis between them, as those of the gates of a recurrent layer
-do, is a sum of padded tensors; that is their concatenation.
+The gradient of several slices that together cover an axis, such as the gates of a recurrent layer, is a sum
+of padded tensors: their concatenation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replaces gradients of convolutions with kernels of 3x3 by an operator with a compiled kernel of its own."""
+"""Replaces gradients of convolutions with 3x3 kernels by an operator with a compiled kernel of its own."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ A pass takes an onnx-ir model, changes it in place and returns that same model. 
 further parameters; where passes are listed, they are bound.
 
 The model is the only object that stays. A pass may put another graph into it, and other nodes and values into
-a graph; inputs, outputs, and values that a caller named keep their names. Whoever needs a graph, a node or a
-value after a pass therefore takes it from the model again. Passes that say so in their docstrings need the
-nodes in topological order, or complete gradient nodes; all leave every name unique that was, and a model that
-onnx accepts.
+a graph; inputs, outputs, and values that a caller named keep their names. Code that needs a graph, a node or
+a value after a pass takes it from the model again. Passes that say so in their docstrings need the nodes in
+topological order, or complete gradient nodes; all keep unique names unique, and leave a model that onnx
+accepts.
 
 The passes here serve several pipelines, those in `ortgrad.lowering` only sessions.
 """

@@ -3,7 +3,7 @@
     BatchNormalization(Conv(X, W, b)) = Conv(X, W * f, (b - mean) * f + B), f = scale / sqrt(var + epsilon)
 
 The backward pass then goes through tensors of the size of the weights instead of the result's. onnxruntime
-does the same, but only with constant weights; those of a model with gradients are inputs.
+does the same, but only with constant weights; the weights of a model with gradients are inputs.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def _with_free_names(
 ) -> Callable[[ir.Function], bool]:
     """Return the criteria, with names that are free for the next call of a function that is selected.
 
-    The pass asks before each call. It would search a free name from the number 2 on, in each call.
+    The pass asks before each call. By itself it would search for a free name from the number 2 on, in each
+    call.
     """
     graph = model.graph
     values = [value for node in all_nodes(graph) for value in node.outputs]

@@ -1,4 +1,4 @@
-"""Removes slices that take all of their axes: exporters write `x[:, 0:]` so."""
+"""Removes slices that take everything, which exporters write for `x[:, 0:]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.traversal import all_nodes, constant_array, is_operator
 
-# The end of a slice that exporters write for "up to the last": no axis is so long.
+# The end that exporters write for "up to the last element": no axis is that long.
 _END = 2**31 - 1
 
 

@@ -1,4 +1,4 @@
-"""Corrects pool sizes that onnxruntime infers wrong when it loads a model; see ortgrad.shapes.pool_sizes."""
+"""Corrects wrong sizes of pools that onnxruntime infers when it loads a model (see shapes/pool_sizes)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortgrad.shapes.pool_sizes import POOLS
 
 
 def state_pool_sizes(model: ir.Model) -> ir.Model:
-    """Add a Reshape to the actual size after pools whose size onnxruntime infers wrong.
+    """Add a Reshape to the actual size after pools whose size onnxruntime infers wrongly.
 
     onnxruntime refuses to load a model in which the wrong size meets a gradient of the right one.
     """

@@ -11,10 +11,11 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortgrad.errors import ModelError, NodeError
-from ortgrad.graph.loading import LARGEST_MESSAGE, one_line, onnxruntime_errors
+from ortgrad.graph.loading import LARGEST_MESSAGE, one_line
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import write
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.pipelines.prepare import prepare_loaded
 from ortgrad.shapes.inference import without_weights
 

@@ -12,9 +12,10 @@ import onnxruntime
 
 from ortgrad.errors import ModelError
 from ortgrad.graph.feeds import has_native_order, native_order
-from ortgrad.graph.loading import ModelLike, imports_domain, load_model, onnxruntime_errors, refused
+from ortgrad.graph.loading import ModelLike, imports_domain, load_model, refused
 from ortgrad.graph.matching import nearest
 from ortgrad.graph.protos import all_nodes
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.keywords import checked
 from ortgrad.lowering.fusion.kernel import is_fused
 from ortgrad.operators.assertions import failed_check

@@ -27,7 +27,7 @@ def words(text: str) -> frozenset[str]:
 BROADCASTS = BROADCASTING | words(
     """And BitShift BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual Or Xor"""
 )
-# The least end of a slice that stands for the end of an axis: none has so many elements.
+# An end of a slice from this number on stands for the end of the axis: no axis is that long.
 _END = 10**9
 
 

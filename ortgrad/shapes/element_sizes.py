@@ -1,8 +1,8 @@
 """Corrects the inferred sizes of the elements of sequences.
 
 onnx's shape inference names every size that it does not know. On a sequence, one name stands for the sizes of
-all its elements, which may differ, and every tensor that is read from the sequence has it. Of a sequence that
-is a state of a Loop, it takes the sizes with which the Loop starts for those after it.
+all its elements, which may differ, and every tensor that is read from the sequence has it. For a sequence
+that is a state of a Loop, it takes the sizes at the start of the Loop for the sizes after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def forget_element_sizes(graph: onnx.GraphProto) -> None:
 
 
 def hide_initial_sizes(graph: onnx.GraphProto, inferred: onnx.GraphProto) -> bool:
-    """Let Loops start with sequences of which no sizes are known, in place, for shape inference only.
+    """Let Loops start with sequences of unknown sizes, in place, for shape inference only.
 
     `inferred` is the same graph with inferred types. Returns whether there are such Loops.
     """

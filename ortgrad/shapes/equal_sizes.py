@@ -1,9 +1,9 @@
 """Gives unknown sizes one name where they are always equal.
 
-onnx's shape inference makes up a new name for every size that it cannot compute: for those of a convolution's
-output, even if padding keeps the size, and for what is computed from them. The gradient of an Add would then
-have to find out at run time whether an operand was broadcast. Here every size is an expression of those of
-the inputs, and sizes with the same expression get the same name.
+onnx's shape inference makes up a new name for every size that it cannot compute: for the sizes of a
+convolution's output, even if padding keeps them, and for everything that is computed from these. The gradient
+of an Add would then have to find out at run time whether an operand was broadcast. Here every size is an
+expression of the inputs' sizes, and sizes with the same expression get the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ortgrad.shapes.computed_sizes import output_sizes
 from ortgrad.shapes.known_elements import Elements
 from ortgrad.shapes.size_expressions import Size
 
-# How the names begin that onnx makes up; others may stand for different sizes in different places.
+# The beginning of the names that onnx makes up; other names may stand for different sizes in different
+# places.
 _MADE_UP = "unk__"
 
 
@@ -45,7 +46,7 @@ class _Names:
     def __init__(self, graph: ir.Graph) -> None:
         self._sizes: dict[ir.Value, list[Size]] = {}
         self._elements = Elements(self.sizes)
-        # What names stand for that were made up, and the first name of a size.
+        # What made-up names stand for, and the first name of each size.
         self._meanings: dict[str, Size] = {}
         self._names: dict[Size, str] = {}
         self._seen = set(_symbols(*graph.inputs, *graph.initializers.values()))

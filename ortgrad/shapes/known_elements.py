@@ -31,7 +31,7 @@ class Elements:
         self._found: dict[ir.Value, np.ndarray | None] = {}
 
     def of(self, value: ir.Value | None) -> np.ndarray | None:
-        """Return the elements of a tensor; None if their number is not known, or they are no integers."""
+        """Return the elements of a tensor; None if their number is not known, or they are not integers."""
         if value is None:
             return None
         if value not in self._found:

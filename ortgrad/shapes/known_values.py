@@ -173,7 +173,7 @@ class _Evaluation:
 
 
 def _filled(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the elements, and what stands for those that are not known: 1, by which one can divide."""
+    """Return the elements, and the number for unknown ones: 1, by which everything can be divided."""
     return array, np.ones((), array.dtype)
 
 
@@ -219,7 +219,7 @@ def _any(masks: Iterable[np.ndarray]) -> np.ndarray:
     return np.logical_or.reduce(np.broadcast_arrays(*masks))
 
 
-# Elementwise operators of whose operands not all elements need be known.
+# Elementwise operators whose results may be known where an operand is not.
 _LOGIC: dict[str, Callable[[Operands], np.ndarray]] = {
     "And": _known_and,
     "Or": _known_or,

@@ -1,7 +1,7 @@
 """Hides the lengths of long integer vectors, and the nodes that make them, from onnx's shape inference.
 
 onnx stores one dimension per element of an integer vector of known length, because the vector may be a shape.
-That takes minutes for some million elements, for which a dozen bytes in a file are enough.
+That takes minutes for a few million elements, and a dozen bytes in a file are enough to ask for them.
 """
 
 from __future__ import annotations

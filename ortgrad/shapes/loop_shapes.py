@@ -19,7 +19,7 @@ Dims = tuple["int | str | None", ...]
 # The shapes of a state during and after the loop, by the indices of the loop and the state.
 Shapes = dict[tuple[int, int], tuple["Dims | None", "Dims | None"]]
 
-# How often the initial shapes of states are looked at again.
+# How often the initial shapes of states are inferred again.
 _MOST_ROUNDS = 6
 
 

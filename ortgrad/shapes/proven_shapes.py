@@ -21,13 +21,13 @@ from ortgrad.shapes.defined_types import infer_defined_types
 from ortgrad.shapes.loop_shapes import infer_loop_shapes
 from ortgrad.shapes.required_ranks import apply_required_ranks
 
-# Ranks without proof, and their source: "declared", "transposed", "inferred" (by onnxruntime) or "seen".
+# Unproven ranks, and their source: "declared", "transposed", "inferred" (by onnxruntime) or "seen".
 Ranks = Mapping[ir.Value, tuple[int, str]]
 
 
 @dataclass
 class Declared:
-    """Ranks and shapes that a file declares, without proof."""
+    """Ranks and shapes that a file declares, which are not proven."""
 
     ranks: dict[ir.Value, int] = field(default_factory=dict)
     # Bodies of Loops and Scans with the declared shapes of their inputs and outputs, in order.
@@ -49,7 +49,7 @@ class Declared:
 
 
 def infer_proven_shapes(model: ir.Model) -> Declared:
-    """Replace all shapes but those of the model's inputs by inferred ones; returns what was declared."""
+    """Replace all shapes except those of the model's inputs by inferred ones; returns what was declared."""
     declared = Declared()
     values: list[ir.Value] = []
     for node in all_nodes(model.graph):
@@ -130,7 +130,7 @@ def checked_shape(op: Recorder, value: ir.Value, rank: int) -> ir.Value:
 
 
 def unknown_ranks(graph: ir.Graph, outputs: Iterable[ir.Value]) -> list[ir.Value]:
-    """Return the values of a graph without a rank, not those of its subgraphs, that the outputs depend on."""
+    """Return the values of unknown rank that the outputs depend on, without the values of subgraphs."""
     return [v for v in _needed(graph, outputs) if v.shape is None and v.uses() and v.graph is graph]
 
 

@@ -2,8 +2,8 @@
 
 Inference goes from inputs to outputs. Behind an operator that onnx does not know, the rank of a value follows
 from its uses: a GRU reads three dimensions, a MaxPool two more than its kernel has, and an activation returns
-as many as it is given. The tables here list what onnxruntime itself requires, which is less than
-ONNX does: its Gemm also takes a vector on the left, and its RoiAlign images of five dimensions.
+as many as it is given. The tables here list what onnxruntime itself requires, which is less than ONNX
+requires: its Gemm also takes a vector on the left, and its RoiAlign images of five dimensions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Relation = tuple["ir.Value | None", "ir.Value | None", int]
 
 
 def apply_required_ranks(model: ir.Model, outputs: Iterable[ir.Value]) -> bool:
-    """Give values the ranks that the nodes prove on which the outputs depend; returns whether there are new.
+    """Give values the ranks that follow from nodes on which the outputs depend; returns whether any is new.
 
     Types and shapes must be inferred already. A node in a subgraph may never run, so it proves the ranks of
     values of that subgraph only.
@@ -56,7 +56,7 @@ def _lacks_rank(value: ir.Value) -> bool:
 def transposed_ranks(model: ir.Model, outputs: Iterable[ir.Value]) -> dict[ir.Value, int]:
     """Return the ranks of values that are transposed by a permutation.
 
-    They are no proof: onnxruntime removes Transposes that cancel, and with them their requirements.
+    They are not proven: onnxruntime removes Transposes that cancel, and with them their requirements.
     """
     found = {}
     for graph, node in _needed(model.graph, outputs):

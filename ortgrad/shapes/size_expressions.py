@@ -99,7 +99,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def broadcast(sizes: Iterable[Size]) -> Size:
-    """Return the size of a result of operands of these sizes, each of which is that size or 1."""
+    """Return the size to which operands of these sizes are broadcast; each of them is that size or 1."""
     found: set[Size] = set()
     for size in sizes:
         if size.number is not None and size.number != 1:

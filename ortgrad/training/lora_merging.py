@@ -11,8 +11,9 @@ from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from ortgrad.errors import ModelError
-from ortgrad.graph.loading import one_line, onnxruntime_errors
+from ortgrad.graph.loading import one_line
 from ortgrad.graph.protos import FIRST_WITH_CONSTANTS, all_graphs, copy_of, keep
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.training.lora_nodes import Adapted, Adapter
 from ortgrad.training.lora_sites import Site, defined, swap_last, uses
 from ortgrad.training.weights import set_value

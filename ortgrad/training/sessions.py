@@ -21,7 +21,8 @@ from ortgrad.errors import (
     TrainingModelError,
 )
 from ortgrad.graph.feeds import native_order
-from ortgrad.graph.loading import load_model, one_line, onnxruntime_errors
+from ortgrad.graph.loading import load_model, one_line
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.pipelines.prepare import GradientModel
 from ortgrad.runtime.session import InferenceSession
 from ortgrad.training.buffers import as_ort_value

@@ -15,7 +15,7 @@ from support.calls import Case
 from support.compiled import checked_tasks
 
 import ortgrad
-from ortgrad.graph.loading import onnxruntime_errors
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN
 from ortgrad.ops.max_pool import max_pool_with_indices
 from ortgrad.pipelines.prepare import prepare_loaded

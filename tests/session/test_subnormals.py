@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 import ortgrad
-from ortgrad.graph.loading import onnxruntime_errors
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.runtime import subnormals
 
 pytestmark = pytest.mark.skipif(

@@ -37,7 +37,7 @@ import onnxruntime
 
 import ortgrad
 from ortgrad.compiled import machine_code
-from ortgrad.graph.loading import onnxruntime_errors
+from ortgrad.graph.trials import onnxruntime_errors
 from ortgrad.runtime import session as runtime_session
 
 # Started as a script, Python finds the modules of tests.

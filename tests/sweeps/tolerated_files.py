@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortgrad
 from ortgrad.errors import OrtgradError
-from ortgrad.graph.loading import onnxruntime_errors
+from ortgrad.graph.trials import onnxruntime_errors
 
 X = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
 # What onnxruntime loads, but what has more than one meaning: ortgrad refuses it.

@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "HardSigmoid": {"alpha": 0.2, "beta": 0.5},
     "Swish": {"alpha": 1.0},
 }
-# Operators of onnxruntime that have one of the table under another name.
+# Operators of onnxruntime that are in the table under another name.
 _CONTRIBUTED = {"Gelu": "Gelu", "QuickGelu": "Swish"}
 # Names in the table that no operator of ONNX has, or that stand for only some of its nodes.
 _INTERNAL = frozenset({"Square", "Cube", "TanhGelu", "ToFloat", "ToBool", "DropoutGrad"})
@@ -67,7 +67,7 @@ class Fusable:
 
     @property
     def values(self) -> list[ir.Value]:
-        """The operands that are no constants."""
+        """The operands that are not constants."""
         return [operand for operand in self.operands if isinstance(operand, ir.Value)]
 
 

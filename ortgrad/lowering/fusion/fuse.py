@@ -24,15 +24,15 @@ from ortgrad.operators.call import make_call
 from ortgrad.operators.declaration import CALL_ATTRIBUTE
 from ortgrad.shapes.inference import infer_types
 
-# The largest cost of computing a value again instead of storing it: of any value, and of one that nobody else
-# needs then (see ortgrad.lowering.fusion.expressions).
+# The largest cost of computing a value again instead of storing it: for any value, and for one that nothing
+# else needs then (see ortgrad.lowering.fusion.expressions).
 _CHEAP, _AFFORDABLE = 2, 30
 _MOST_COPIES = 8
 _MOST_NAMED = 8
 # The number of programs in a model that are compiled, a third of a second each.
 _MOST_PROGRAMS = 20
-# A node takes as long as this many elements, about 1.5 microseconds, and a program is compiled if it saves
-# at least so many in a run. An unknown size counts as so many.
+# A node takes as long as `_PER_NODE` elements, about 1.5 microseconds. A program is compiled if it saves
+# `_LEAST_SAVED` elements in a run, where an unknown size counts as `_UNKNOWN_SIZE`.
 _PER_NODE = 10000
 _LEAST_SAVED = 1 << 17
 _UNKNOWN_SIZE = 16

@@ -21,7 +21,7 @@ _MOST_STEPS = 40
 _MOST_AXES = 3
 # A loop over fewer elements than this costs more than it saves.
 _SHORTEST_ROW = 8
-# How many groups are looked at to find out whether there is a path between two of them.
+# The number of groups that are searched for a path between two of them.
 _PATIENCE = 3000
 
 
@@ -161,7 +161,7 @@ def _trimmed(group: list[Fusable]) -> list[Fusable]:
 def _useless(group: list[Fusable]) -> set[Fusable]:
     """Boolean results that the group does not need, and several that each need an input and a stored value.
 
-    To store several tensors at once takes them out of the cache before somebody reads them.
+    Several tensors that are stored at once leave the cache before they are read.
     """
     escapes = {each.output for each in escaping(group)}
     users: dict[ir.Value, list[Fusable]] = {}

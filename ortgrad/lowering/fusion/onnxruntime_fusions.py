@@ -9,8 +9,8 @@ import onnx_ir as ir
 from ortgrad.graph.patterns import Operators, Pattern, Term
 from ortgrad.lowering.fusion.fusable import read_constant
 
-# Activations that onnxruntime computes as part of a convolution or a product of matrices. So it does Sigmoid,
-# but the gradient needs it more precisely (see ortgrad.lowering.fusion.expressions).
+# Activations that onnxruntime computes as part of a convolution or a product of matrices. It does the same
+# with Sigmoid, but the gradient needs it more precisely (see ortgrad.lowering.fusion.expressions).
 _ACTIVATIONS = ("Relu", "Tanh", "LeakyRelu", "Clip", "HardSigmoid")
 
 

@@ -1,7 +1,7 @@
 """Sums in the kernels of fused nodes. Their order depends on shapes only, not on the number of threads.
 
 Sums by rows are added up in pieces, each in several accumulators of the element type, and the pieces in
-double precision. Sums by columns are those of blocks of rows, in the element type, which are then added up in
+double precision. Sums by columns are computed for blocks of rows, in the element type, and then added up in
 double precision. Both are more accurate than NumPy's sums.
 """
 
