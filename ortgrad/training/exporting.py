@@ -11,20 +11,19 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ortgrad.errors import ArgumentTypeError, TrainingFileError, TrainingModelError
+from ortgrad.errors import ArgumentTypeError, TrainingModelError
 from ortgrad.graph.loading import ModelLike, load_model
 from ortgrad.graph.matching import nearest
-from ortgrad.graph.protos import all_graphs, copy_of, keep
+from ortgrad.graph.protos import all_graphs, copy_of
 from ortgrad.keywords import checked
 from ortgrad.training import checkpoint
 from ortgrad.training.checkpoint.state import Checkpoint, element_type
 from ortgrad.training.data import as_array
 from ortgrad.training.evaluation import for_inference
 from ortgrad.training.half_precision import HALVES, in_half_precision
-from ortgrad.training.inference import EXTERNAL_FROM, save_with_initializers
 from ortgrad.training.linear_models import set_linear_models
 from ortgrad.training.state import TrainingState
-from ortgrad.training.weights import set_value
+from ortgrad.training.weights import save_model, set_value
 
 
 @checked
@@ -72,18 +71,13 @@ def export(
     for_inference(made)
     if path is None:
         return made
-    try:
-        _save(made, Path(path))
-    except OSError as error:
-        reason = f"{path} cannot be written: {error.strerror or error}"
-        raise TrainingFileError(error.errno or 0, reason) from error
+    save_model(made, Path(path))
     return None
 
 
 def arrays_of(state: Any) -> dict[str, np.ndarray]:
     """Return the parameters of a state by name: of anything that `export` takes."""
     state = getattr(state, "state", state)
-    state = getattr(state, "_state", state)
     if isinstance(state, (str, os.PathLike)):
         state = checkpoint.load(state)
     if isinstance(state, TrainingState):
@@ -113,12 +107,3 @@ def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
                     found[node.output[0]] = attribute.t
         found.update({tensor.name: tensor for tensor in graph.initializer})
     return found
-
-
-def _save(model: onnx.ModelProto, path: Path) -> None:
-    arrays: dict[str, np.ndarray] = {}
-    if model.ByteSize() >= EXTERNAL_FROM:
-        large = {tensor.name for tensor in model.graph.initializer if len(tensor.raw_data) >= 1024}
-        arrays = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name in large}
-        keep(model.graph.initializer, lambda tensor: tensor.name not in large)
-    save_with_initializers(model, arrays, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +12,16 @@ import onnx
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
-from ortgrad.errors import ModelError
-from ortgrad.graph.loading import ModelLike, load_model, one_line
-from ortgrad.graph.protos import all_graphs
-from ortgrad.training.checkpoint.state import as_bytes
+from ortgrad.errors import ModelError, TrainingFileError
+from ortgrad.graph.loading import LARGEST_MESSAGE, ModelLike, load_model, one_line
+from ortgrad.graph.protos import all_graphs, keep
+from ortgrad.training.checkpoint.state import as_bytes, element_type
 from ortgrad.training.files import replacing
 from ortgrad.training.protos import copy_without_initializers
 
+# Larger models get a second file with the initializers, as protobuf is limited to 2 GB.
+EXTERNAL_FROM = LARGEST_MESSAGE - (1 << 24)
+_SMALLEST_EXTERNAL = 1024
 # Models with more bytes of weights are processed without the values of their parameters.
 LARGE = 1 << 30
 
@@ -116,15 +119,52 @@ def _without_values(model: onnx.ModelProto, names: Collection[str]) -> onnx.Mode
 
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model; if it is too large for one message, its weights go to `<path>.data`."""
-    if _is_large(model):
-        onnx.save(
-            model,
-            path,
-            save_as_external_data=True,
-            all_tensors_to_one_file=True,
-            location=f"{path.name}.data",
-        )
-        return
-    with replacing(path) as file:
-        file.write(model.SerializeToString())
+    """Write a model; if it is too large for one file, its large initializers go to `<path>.data`."""
+    arrays: dict[str, np.ndarray] = {}
+    if model.ByteSize() >= EXTERNAL_FROM:
+        large = [t for t in model.graph.initializer if len(t.raw_data) >= _SMALLEST_EXTERNAL]
+        arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in large}
+        keep(model.graph.initializer, lambda tensor: tensor.name not in arrays)
+    save_with_initializers(model, arrays, path)
+
+
+def save_with_initializers(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write a model with these initializers; if they are large, to a second file `<path>.data`.
+
+    Each file keeps its old contents until the new ones are complete.
+    """
+    total = model.ByteSize() + sum(array.nbytes for array in arrays.values())
+    try:
+        if total < EXTERNAL_FROM:
+            for name, array in arrays.items():
+                _add_initializer(model, name, array).raw_data = bytes(as_bytes(array))
+        else:
+            _write_external(model, arrays, path.with_name(f"{path.name}.data"))
+        with replacing(path) as file:
+            file.write(model.SerializeToString())
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror or error}"
+        raise TrainingFileError(error.errno or 0, reason) from error
+
+
+def _write_external(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], data: Path) -> None:
+    """Add initializers to a model; the contents of large ones are written to a file."""
+    with replacing(data) as file:
+        end = 0
+        for name, array in arrays.items():
+            tensor, content = _add_initializer(model, name, array), as_bytes(array)
+            if len(content) < _SMALLEST_EXTERNAL:
+                tensor.raw_data = bytes(content)
+                continue
+            padding = -end % 4096
+            file.write(bytes(padding))
+            file.write(content)
+            tensor.data_location = TensorProto.EXTERNAL
+            entries = {"location": data.name, "offset": end + padding, "length": len(content)}
+            for key, value in entries.items():
+                tensor.external_data.add(key=key, value=str(value))
+            end += padding + len(content)
+
+
+def _add_initializer(model: onnx.ModelProto, name: str, array: np.ndarray) -> onnx.TensorProto:
+    return model.graph.initializer.add(name=name, dims=array.shape, data_type=element_type(array))

@@ -30,7 +30,7 @@ from ortgrad.errors import (
     TrainingFileError,
     TrainingModelError,
 )
-from ortgrad.training import artifacts, checkpoint, inference
+from ortgrad.training import artifacts, checkpoint, weights
 from ortgrad.training.api import CheckpointState, LinearLRScheduler, Module, Optimizer, Parameter
 from ortgrad.training.optimizers import passes
 
@@ -246,7 +246,7 @@ def test_results_with_any_number_of_threads(tmp_path: Path) -> None:
         options.intra_op_num_threads = threads
         state, module = load(tmp_path, session_options=options)
         optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
-        gradients = state._state.allocate_gradients()
+        gradients = state.state.allocate_gradients()
         gradients["w"][...] = np.random.default_rng(1).standard_normal((512, 512))
         for _ in range(3):
             optimizer.step()
@@ -936,8 +936,8 @@ def run(path: Path, **feeds: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("large", [False, True])
 def test_export(large: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(inference, "EXTERNAL_FROM", 0)
-        monkeypatch.setattr(inference, "_SMALLEST_EXTERNAL", 40)
+        monkeypatch.setattr(weights, "EXTERNAL_FROM", 0)
+        monkeypatch.setattr(weights, "_SMALLEST_EXTERNAL", 40)
     _, module = load(folder)
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
     module(*batch())
@@ -1027,7 +1027,7 @@ def test_ctrl_c_does_not_tear_an_optimizer_step(
     interrupted = 0
     for delay in np.linspace(0, 0.004, 25):
         timer = threading.Timer(float(delay), os.kill, (os.getpid(), signal.SIGINT))
-        before = state._state.groups["group0"].step
+        before = state.state.groups["group0"].step
         try:
             timer.start()
             optimizer.step()
@@ -1037,14 +1037,14 @@ def test_ctrl_c_does_not_tear_an_optimizer_step(
             interrupted += 1
         finally:
             timer.join()
-        done = state._state.groups["group0"].step - before
+        done = state.state.groups["group0"].step - before
         assert done in (0, 1)
         for _ in range(done):
             other.step()
         for name, parameter in state.parameters:
             assert parameter.data.tobytes() == other_state.parameters[name].data.tobytes()
-        for momentum, arena in state._state.groups["group0"].momentums.items():
-            same = other_state._state.groups["group0"].momentums[momentum]
+        for momentum, arena in state.state.groups["group0"].momentums.items():
+            same = other_state.state.groups["group0"].momentums[momentum]
             assert all(arena[name].tobytes() == same[name].tobytes() for name in arena.arrays)
     assert interrupted
 

@@ -116,6 +116,6 @@ def test_training(name: str, tmp_path: Path) -> None:
         state.parameters[key] = value
         tensors[key].data.copy_(torch.from_numpy(value))
     # The first optimizer has left its state: a new one begins with nothing.
-    state._state.groups.clear()
+    state.state.groups.clear()
     rival = torch.optim.AdamW(values, 0.002, eps=1e-8, weight_decay=0.05)
     train(Optimizer(tmp_path / "adamw.onnx", module), rival)

@@ -18,7 +18,7 @@ from support import ROOT
 import ortgrad
 from ortgrad import training
 from ortgrad.errors import ArgumentTypeError, NameNotFoundError, TrainingError, TrainingModelError
-from ortgrad.training import checkpoint, exporting, inference, onnxblock
+from ortgrad.training import checkpoint, onnxblock, weights
 from ortgrad.training.api import CheckpointState
 
 F = torch.nn.functional
@@ -252,8 +252,7 @@ def test_export_of_all_kinds_of_state(tmp_path: Path) -> None:
 
 def test_export_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("(float[N, 20] x) => (float[N, 20] y) { y = MatMul(x, w) }", {"w": normal(20, 20)})
-    for module in (exporting, inference):
-        monkeypatch.setattr(module, "EXTERNAL_FROM", 1000)
+    monkeypatch.setattr(weights, "EXTERNAL_FROM", 1000)
     w = np.ones((20, 20), np.float32)
     training.export(model, {"w": w}, tmp_path / "trained.onnx")
     assert (tmp_path / "trained.onnx.data").stat().st_size == w.nbytes

@@ -54,8 +54,13 @@ class CheckpointState:
         """Write the state to a file, which keeps its old contents until the new ones are complete."""
         if not isinstance(state, CheckpointState):
             raise ArgumentTypeError(f"save_checkpoint takes a CheckpointState, not {type(state)}")
-        contents = state._state.checkpoint(optimizer=include_optimizer_state)
+        contents = state.state.checkpoint(optimizer=include_optimizer_state)
         checkpoint.save(contents, os.fspath(checkpoint_uri), sort=True)
+
+    @property
+    def state(self) -> TrainingState:
+        """The state as the native training has it."""
+        return self._state
 
     @property
     def parameters(self) -> Parameters:

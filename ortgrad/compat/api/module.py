@@ -13,13 +13,13 @@ import onnxruntime
 
 from ortgrad.compat.api.checkpoint_state import CheckpointState
 from ortgrad.compat.graphs import GRADIENT_SUFFIXES, training_graph
+from ortgrad.compat.inference import save_inference_model
 from ortgrad.compat.layout import RESET
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingModelError
 from ortgrad.graph.tolerated import evaluated
 from ortgrad.keywords import checked
 from ortgrad.threads import call_elsewhere
-from ortgrad.training.inference import save_inference_model
 from ortgrad.training.sessions import BoundSession, read_model
 
 __all__ = ["Module"]
@@ -70,7 +70,7 @@ class Module:
         if device.split(":")[0] != "cpu":
             raise TrainingError(f"device={device!r}: ortgrad trains on the CPU")
         self.training = True
-        self._state = state._state
+        self._state = state.state
         self._session_options = onnxruntime.SessionOptions() if session_options is None else session_options
         self._folder = Path(train_model_uri).parent
         self._model = read_model(train_model_uri, "training")

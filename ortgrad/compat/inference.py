@@ -1,4 +1,4 @@
-"""The model for inference: the trained forward model with chosen outputs, and nothing of the training."""
+"""The model for inference: the evaluation model with trained parameters, reduced to chosen outputs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from ortgrad.errors import ModelError, TrainingError, TrainingFileError, TrainingModelError
+from ortgrad.errors import ModelError, TrainingError, TrainingModelError
 from ortgrad.graph.loading import LARGEST_MESSAGE, load_model
 from ortgrad.graph.protos import all_nodes, copy_of, dependencies, keep, replace
 from ortgrad.graph.tolerated import evaluated
-from ortgrad.training.checkpoint.state import as_bytes, element_type
 from ortgrad.training.evaluation import for_inference
-from ortgrad.training.files import replacing
-
-# Larger models get a second file with the initializers, as protobuf is limited to 2 GB.
-EXTERNAL_FROM = LARGEST_MESSAGE - (1 << 24)
-_SMALLEST_EXTERNAL = 1024
+from ortgrad.training.weights import save_with_initializers
 
 
 def save_inference_model(
@@ -34,21 +29,17 @@ def save_inference_model(
     except ModelError as error:
         raise TrainingModelError(f"the evaluation model cannot be used: {error}") from error
     for_inference(model)
-    reduce_to(model, outputs)
+    _reduce_to(model, outputs)
     used = _used(model.graph)
     fed = [value for value in model.graph.input if value.name in used and value.name not in parameters]
     arrays = {
         v.name: parameters[v.name] for v in model.graph.input if v.name in parameters and v.name in used
     }
     replace(model.graph.input, fed)
-    try:
-        save_with_initializers(model, arrays, Path(path))
-    except OSError as error:
-        reason = f"{path} cannot be written: {error.strerror or error}"
-        raise TrainingFileError(error.errno or 0, reason) from error
+    save_with_initializers(model, arrays, Path(path))
 
 
-def reduce_to(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
+def _reduce_to(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
     """Make these values the outputs of a model, and remove what they do not depend on."""
     graph = model.graph
     if not outputs:
@@ -110,43 +101,3 @@ def _value_infos(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
         else:
             values = [*inferred.value_info, *values]
     return {value.name: copy_of(value) for value in values}
-
-
-def save_with_initializers(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write a model with these initializers; if they are large, to a second file `<name>.data`.
-
-    Each file keeps its old contents until the new ones are complete.
-    """
-    total = model.ByteSize() + sum(array.nbytes for array in arrays.values())
-    if total < EXTERNAL_FROM:
-        for name, array in arrays.items():
-            tensor = _tensor(name, array)
-            tensor.raw_data = bytes(as_bytes(array))
-            model.graph.initializer.append(tensor)
-        with replacing(path) as file:
-            file.write(model.SerializeToString())
-        return
-    data = path.with_name(f"{path.name}.data")
-    with replacing(data) as file:
-        end = 0
-        for name, array in arrays.items():
-            tensor = _tensor(name, array)
-            content = as_bytes(array)
-            if len(content) < _SMALLEST_EXTERNAL:
-                tensor.raw_data = bytes(content)
-            else:
-                padding = -end % 4096
-                file.write(bytes(padding))
-                file.write(content)
-                tensor.data_location = onnx.TensorProto.EXTERNAL
-                entries = {"location": data.name, "offset": end + padding, "length": len(content)}
-                for key, value in entries.items():
-                    tensor.external_data.add(key=key, value=str(value))
-                end += padding + len(content)
-            model.graph.initializer.append(tensor)
-    with replacing(path) as file:
-        file.write(model.SerializeToString())
-
-
-def _tensor(name: str, array: np.ndarray) -> onnx.TensorProto:
-    return onnx.TensorProto(name=name, dims=array.shape, data_type=element_type(array))
