@@ -66,19 +66,19 @@ def generate_artifacts(
     """Write training_model.onnx, eval_model.onnx, checkpoint and, with an optimizer, optimizer_model.onnx.
 
     `model` is a forward model: a ModelProto, bytes or a path. `requires_grad` and `frozen_params` name the
-    initializers that are trained and that are not; together they are the parameters, which the checkpoint
-    holds. Other initializers stay in the models.
+    initializers that are trained and that are frozen. Together these are the parameters, which the checkpoint
+    holds; other initializers stay in the models.
 
     `loss` is a LossType, whose input is the first output of the model and a new input `target` (`labels` for
     cross entropy), or a block, which gets the names of all outputs. `loss_input_names` replaces these names.
     Without a loss, the first output is the loss. The models return the loss and `additional_output_names`.
 
-    The files go to `artifact_directory` (default: the working directory), which is made if it does not exist,
-    under names that begin with `prefix`. `nominal_checkpoint` adds a checkpoint without values.
+    The files go to `artifact_directory` (default: the working directory), which is created if it does not
+    exist. Their names begin with `prefix`. `nominal_checkpoint` adds a checkpoint without values.
     `custom_op_library` must exist; `ort_format=True` is not possible, because the stock onnxruntime cannot
     write such training models.
 
-    The files train in `ortgrad.training.api` and in onnxruntime-training 1.19.2, there up to opset 21.
+    The files train in `ortgrad.training.api` and, up to opset 21, in onnxruntime-training 1.19.2.
 
     >>> import onnx, os, tempfile
     >>> from ortgrad.training import artifacts

@@ -1,7 +1,7 @@
-"""Translations to standard ONNX of optimizers: ONNX's own, and those of onnxruntime-training.
+"""Translations of optimizers to standard ONNX: of ONNX's own, and of onnxruntime-training's.
 
-ONNX's are Adagrad, Adam and Momentum of ai.onnx.preview.training. Those of onnxruntime-training take
-sequences of tensors and change them in place; here the changed tensors are outputs and nothing else.
+ONNX's are Adagrad, Adam and Momentum of ai.onnx.preview.training. onnxruntime-training's take sequences of
+tensors and change them in place; the translations return the changed tensors as outputs instead.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def _groups(node: ForeignNode, kinds: int) -> list[tuple[ir.Value, ...]]:
     """Return the inputs after R and T, which are X_1, X_2, G_1, G_2, ..., as (X_1, G_1, ...), (X_2, ...)."""
     values = [node.input(i) for i in range(2, len(node.node.inputs))]
     if not values or len(values) % kinds:
-        raise NodeError(f"it has {len(values)} tensors after R and T; their number must divide by {kinds}")
+        raise NodeError(
+            f"it has {len(values)} tensors after R and T; the number must be divisible by {kinds}"
+        )
     count = len(values) // kinds
     return [tuple(values[i::count]) for i in range(count)]
 

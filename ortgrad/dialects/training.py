@@ -1,4 +1,4 @@
-"""Translations to standard ONNX of onnxruntime-training's operators that are not declared in ortgrad.
+"""Translations of onnxruntime-training's operators that ortgrad does not declare to standard ONNX.
 
 Some are standard operators under another name (ReduceSumTraining), some are combinations of a few standard
 operators (Scale, BroadcastGradientArgs), and some are gradients for which ortgrad has a rule but no operator

@@ -17,12 +17,12 @@ from ortgrad.operators.schema import with_schemas
 
 # Initializers with more elements hold weights, not sizes or axes that shape inference needs.
 _LARGEST_CONSTANT = 1024
-# Before, there is no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
+# Older opsets have no SoftmaxCrossEntropyLoss, and ReduceSum has its axes as an attribute.
 _OLDEST_OPSET = 13
 
 
 def generate_graph_name(model: onnx.ModelProto, token: str) -> str:
-    """Return a name that nothing in the model has, whoever has written it: `onnx::token::number`."""
+    """Return a name that the model does not use, whatever program wrote it: `onnx::token::number`."""
     taken = set(_names(model))
     candidates = (f"onnx::{token}::{number}" for number in itertools.count(1))
     return next(name for name in candidates if name not in taken)

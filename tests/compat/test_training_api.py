@@ -884,7 +884,7 @@ def test_artifacts_that_do_not_belong_together(folder: Path, tmp_path: Path) -> 
 
     attempt()
     bad = {
-        "parameter 'more' of the checkpoint is no input": {"more": np.zeros(3, np.float32)},
+        "parameter 'more' of the checkpoint is not an input": {"more": np.zeros(3, np.float32)},
         r"parameter 'w2' has the shape \[4, 4\], but the model takes \[4, 5\]": {
             "w2": np.zeros((4, 4), np.float32)
         },

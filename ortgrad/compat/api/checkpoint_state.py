@@ -1,4 +1,4 @@
-"""CheckpointState: the state of a training, from a file and to a file."""
+"""CheckpointState: the state of a training run, which can be loaded and saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["CheckpointState", "Parameter"]
 
 @checked
 class CheckpointState:
-    """Parameters, gradients, optimizer state and properties of a training.
+    """Parameters, gradients, optimizer state and properties of a training run.
 
-    `load_checkpoint` makes one of a file. A Module and an Optimizer change it in place.
+    `load_checkpoint` reads one from a file. A Module and an Optimizer change it in place.
 
     >>> import numpy as np, os, tempfile
     >>> from ortgrad.training import checkpoint

@@ -14,8 +14,8 @@ __all__ = ["LinearLRScheduler"]
 class LinearLRScheduler:
     """A learning rate that rises linearly in the first steps, and then falls linearly.
 
-    It rises from 0 to `initial_lr` in `warmup_step_count` steps, and is 0 again after `total_step_count`.
-    Steps are those of the optimizer; `step` sets its learning rate accordingly. The constructor does, too.
+    It rises from 0 to `initial_lr` in `warmup_step_count` steps of the optimizer, and is 0 again after
+    `total_step_count`. The constructor sets the learning rate of the optimizer, and `step` updates it.
 
     >>> from ortgrad.compat.api.lr_scheduler import linear_factor
     >>> [linear_factor(step, warmup=2, total=6) for step in range(7)]
@@ -39,7 +39,7 @@ class LinearLRScheduler:
 
 
 def linear_factor(step: int, warmup: int, total: int) -> float:
-    """Return the factor of the learning rate after so many steps."""
+    """Return the factor of the learning rate after `step` steps."""
     if step < warmup:
         return step / warmup
     return max(0.0, (total - step) / max(1, total - warmup))

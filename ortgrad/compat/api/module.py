@@ -30,13 +30,13 @@ _NOMINAL = "the checkpoint is nominal. Please load the model parameters first."
 
 @checked
 class Module:
-    """A model that is trained: in training mode a call computes loss and gradients, else outputs only.
+    """A model to train: in training mode a call computes the loss and the gradients, else only the outputs.
 
     The gradients of several calls add up until `lazy_reset_grad` is called. They belong to the state, as do
     the parameters: both stay at one address, to which the sessions are bound.
 
     After a call in training mode that fails or is interrupted, the gradients may be incomplete. The next call
-    then begins anew, as after `lazy_reset_grad`, and an Optimizer refuses to use them before.
+    then starts over, as after `lazy_reset_grad`; until then, an Optimizer refuses to use them.
 
     >>> import numpy as np, onnx, tempfile
     >>> from ortgrad.training import artifacts
@@ -108,7 +108,7 @@ class Module:
         for name in self._state.trainable.arrays:
             if name not in self._inputs:
                 raise TrainingModelError(
-                    f"parameter {name!r} of the checkpoint is no input of the training model"
+                    f"parameter {name!r} of the checkpoint is not an input of the training model"
                 )
             if not any(f"{name}{suffix}" in accumulated for suffix in GRADIENT_SUFFIXES):
                 raise TrainingModelError(
@@ -147,9 +147,9 @@ class Module:
     # Steps
 
     def __call__(self, *user_inputs: Any) -> Any:
-        """Make a step on NumPy arrays or OrtValues and return the outputs: one as such, several as a tuple.
+        """Run a step on NumPy arrays or OrtValues and return its output, or a tuple if there are several.
 
-        They are arrays if there is an array among the inputs, else OrtValues.
+        The outputs are arrays if one of the inputs is an array, and OrtValues otherwise.
         """
         if self._state.nominal:
             raise TrainingError(_NOMINAL)
@@ -157,7 +157,7 @@ class Module:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _session(self) -> BoundSession:
-        """Return the session of the present mode."""
+        """Return the session of the current mode."""
         if self.training:
             if self._train_session is None:
                 self._train_session = self._make_train_session()
@@ -174,8 +174,8 @@ class Module:
     def _train(self, values: Sequence[Any]) -> Sequence[Any]:
         state = self._state
         if self._accumulate and not self._accumulates and not state.gradients_are_torn:
-            # From now on, calls add up now and then. A second session beside the first would need its own
-            # memory for activations.
+            # From now on, the gradients of several calls may be added up. A second session beside the first
+            # would need memory of its own for activations.
             self._train_session = None
             self._accumulates = True
         session = self._session()
@@ -209,8 +209,8 @@ class Module:
     def get_contiguous_parameters(self, trainable_only: bool = False) -> Any:
         """Return a copy of all parameters in one vector, in the order of the training model's inputs.
 
-        It is the OrtValue of onnxruntime's C binding, as in onnxruntime.training; `numpy()` makes an array of
-        it.
+        It is the OrtValue of onnxruntime's C binding, as in onnxruntime.training; `numpy()` converts it to an
+        array.
         """
         state = self._state
         if state.nominal:
@@ -225,7 +225,7 @@ class Module:
         return value._ortvalue
 
     def copy_buffer_to_parameters(self, buffer: Any, trainable_only: bool = True) -> None:
-        """Copy a vector as `get_contiguous_parameters` returns it, or as a NumPy array, to the parameters.
+        """Copy a vector to the parameters: a NumPy array, or what `get_contiguous_parameters` returns.
 
         This completes a nominal checkpoint, for which trainable_only must be False.
         """
@@ -254,7 +254,7 @@ class Module:
                 start += array.size
             state.nominal = False
 
-        # On a thread that handles no signals, so that all parameters are copied or none.
+        # On a thread that handles no signals, so that either all parameters are copied or none.
         call_elsewhere(copy)
 
     def _require_single(self, names: Sequence[str]) -> None:
@@ -269,7 +269,7 @@ class Module:
     def export_model_for_inferencing(
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: list[str]
     ) -> None:
-        """Write the evaluation model with the present parameters, reduced to these outputs.
+        """Write the evaluation model with the current parameters, reduced to these outputs.
 
         `graph_output_names` may name any value of the model. Inputs that they do not need are dropped.
         """
@@ -284,11 +284,11 @@ class Module:
         save_inference_model(self._eval_path, parameters, list(graph_output_names), inference_model_uri)
 
     def input_names(self) -> list[str]:
-        """Return the names of the inputs of a step in the present mode."""
+        """Return the names of the inputs of a step in the current mode."""
         return list(self._session().user_inputs)
 
     def output_names(self) -> list[str]:
-        """Return the names of the outputs of a step in the present mode."""
+        """Return the names of the outputs of a step in the current mode."""
         return list(self._session().user_outputs)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer: updates the parameters by their gradients."""
+"""Optimizer: updates the parameters with their gradients."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Optimizer:
             if self._rule.apply(state.trainable, gradients, group, self._threads):
                 group.step += 1
 
-        # On a thread that handles no signals, so that it is done as a whole or not at all.
+        # On a thread that handles no signals, so that it is either completed or not begun.
         call_elsewhere(update)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate; it is 0.001 at first, and not part of a checkpoint."""
+        """Set the learning rate, which is initially 0.001 and is not part of a checkpoint."""
         self._group.rate = float(np.float32(learning_rate))
 
     def get_learning_rate(self) -> float:

@@ -18,7 +18,7 @@ _INT64 = 1 << 63
 
 @checked
 class Parameter:
-    """A parameter of the model: its value and its gradient, as views of the memory in use.
+    """A parameter of the model: views of its value and its gradient.
 
     Obtained from `CheckpointState.parameters`.
 
@@ -124,7 +124,7 @@ class Parameters:
 class Properties:
     """The properties by name, in the order of their names; iteration yields pairs of name and value.
 
-    Values are integers of 64 bits, floats, which become those of single precision, and strings.
+    Values are integers of 64 bits, strings, and floats, which are rounded to single precision.
     """
 
     def __init__(self, state: TrainingState) -> None:

@@ -1,4 +1,4 @@
-"""The building blocks: each adds a node or a few to the model and returns the name of the result."""
+"""The building blocks: each adds one or more nodes to the model and returns the name of the result."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ def current() -> ModelAccessor:
 
 @contextmanager
 def building(*, checks: bool = True) -> Iterator[ModelAccessor]:
-    """Within this context, a block adds nodes. After the outermost one, the model is checked.
+    """Within this context, a block adds nodes.
 
-    It is not if none of the blocks `checks` its nodes.
+    The model is checked at the end of the outermost one, unless no block in it `checks` its nodes.
     """
     accessor = current()
     accessor.depth += 1
@@ -92,7 +92,7 @@ def base(model: onnx.ModelProto, model_path: str | None = None) -> Iterator[Mode
     ['Mul', 'Add']
     """
     if model is None:
-        raise TrainingError("the model is None; onnxblock.empty_base builds a model from nothing")
+        raise TrainingError("the model is None; onnxblock.empty_base builds a model from scratch")
     with _installed(ModelAccessor(copy_of(model), model_path)) as accessor:
         yield accessor
 
@@ -137,8 +137,7 @@ def _installed(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
 def custom_op_library(custom_op_library_path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
     """Within this context, the model may hold operators of the library at this path, which must exist.
 
-    Their gradients are those that `ortgrad.gradient` declares. The library itself is loaded by the session
-    that trains.
+    `ortgrad.gradient` declares their gradients. The library itself is loaded by the session that trains.
 
     >>> import tempfile
     >>> from ortgrad.training import onnxblock

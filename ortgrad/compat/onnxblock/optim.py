@@ -20,7 +20,10 @@ Parameters = tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]]
 
 
 class ClipGradNorm(blocks.Block):
-    """Multiplies the gradients by max_norm / (norm + 1e-6) if that is less than 1; `norm` is that of all."""
+    """Multiplies all gradients by max_norm / (norm + 1e-6) if that is less than 1.
+
+    `norm` is that of all gradients together.
+    """
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Checkpoints: parameters, optimizer state and properties in files.
 
 Files with the suffix `.safetensors` have that format. All others have the format of onnxruntime-training
-1.19.2, which reads what is written here and the other way round.
+1.19.2, which reads what is written here, and vice versa.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ortgrad.training.files import replacing
 
 __all__ = ["Checkpoint", "OptimizerGroup", "load", "save"]
 
-# Beginnings of other files that people may take for a checkpoint.
+# Beginnings of other files that people may mistake for a checkpoint.
 _KINDS = {
     b"PK\x03\x04": "a ZIP archive, as PyTorch and NumPy write them",
     b"\x80": "a pickle",
@@ -35,7 +35,7 @@ _KINDS = {
 
 @checked
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return the checkpoint in a file; raises CheckpointError if there is none.
+    """Return the checkpoint in a file; raises CheckpointError if it contains none.
 
     >>> import numpy as np, os, tempfile
     >>> from ortgrad.training import checkpoint
@@ -126,7 +126,7 @@ def _kind(beginning: bytes) -> str:
 
 @contextmanager
 def _naming(path: Path, verb: str) -> Iterator[None]:
-    """Add the path to errors, and make those of the system a CheckpointError as well."""
+    """Add the path to errors, and turn errors of the system into CheckpointErrors as well."""
     try:
         yield
     except CheckpointError as error:

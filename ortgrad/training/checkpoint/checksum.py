@@ -1,4 +1,4 @@
-"""Checksums of checkpoints, by which a damaged file is told from the one that was written.
+"""Checksums of checkpoints, which show whether a file was damaged after it was written.
 
 A checkpoint in onnxruntime-training's format ends in a trailer with the SHA-256 of everything before it.
 Other readers ignore what follows a flatbuffer, and files of other writers have no trailer. The flatbuffer
@@ -38,11 +38,11 @@ class Hashed:
 
 
 def has_trailer(contents: np.ndarray) -> bool:
-    """Return whether a checkpoint ends in a trailer; raises CheckpointError if its contents do not fit it."""
+    """Return whether a checkpoint ends in a trailer; raises CheckpointError if its contents do not match."""
     if len(contents) < _SIZE or contents[-_SIZE:][: len(_MARK)].tobytes() != _MARK:
         return False
     if hashlib.sha256(contents[:-_SIZE].data).digest() != contents[len(_MARK) - _SIZE :].tobytes():
-        raise damaged("its contents do not have the checksum that was written with them")
+        raise damaged("its contents do not match the checksum that was written with them")
     return True
 
 

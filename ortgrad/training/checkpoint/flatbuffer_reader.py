@@ -84,7 +84,7 @@ class Table:
         if offset == 0:
             return None
         if offset < 4 or offset + size > self._size:
-            raise damaged(f"field {number} of the table at {self._place} lies outside of it")
+            raise damaged(f"field {number} of the table at {self._place} is outside of it")
         return self._place + offset
 
     def _target(self, number: int) -> int | None:

@@ -6,8 +6,8 @@ holds as well. Once the flatbuffer is in place, the data is renamed to its usual
 killed in between leaves a checkpoint that `read` still understands.
 
 Both steps are taken under a lock, so that processes that write the same checkpoint do not mix their files.
-Where there are no locks, the checksum of the data, which the flatbuffer holds, does not fit files of two
-writers.
+Where there are no locks, files of two writers are refused, because the checksum of the data, which the
+flatbuffer holds, does not match.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VERSION = 2
 EXTERNAL_FROM = 1800 << 20
 SMALLEST_EXTERNAL = 64
 
-# How often a checkpoint is read again that another process has replaced in the meantime.
+# How often a checkpoint is read if another process replaces it in the meantime.
 _ATTEMPTS = 20
 
 # Field numbers of the tables. _TRAILER, _TOKEN and _DIGEST are ortgrad's own; other readers ignore them.
@@ -66,7 +66,7 @@ def data_path(path: Path, token: str | None = None) -> Path:
 
 
 def read(path: Path) -> Checkpoint:
-    """Return the checkpoint in a file, which begins like one."""
+    """Return the checkpoint in a file that begins like one."""
     for _ in range(_ATTEMPTS - 1):
         contents = np.fromfile(path, np.uint8)
         try:
@@ -107,7 +107,7 @@ def _read(path: Path, contents: np.ndarray) -> Checkpoint:
 
 
 class _OtherDataError(CheckpointError):
-    """The external data is not that of the flatbuffer: perhaps a process is replacing both."""
+    """The external data does not belong to the flatbuffer: perhaps a process is replacing both."""
 
 
 def _open_data(path: Path, token: str | None) -> BinaryIO:
@@ -131,7 +131,7 @@ class _External:
         self._size = self._remaining = os.fstat(file.fileno()).st_size
 
     def read(self, offset: int, array: np.ndarray) -> None:
-        """Read the elements of an array, whose size `allows` has checked."""
+        """Read the elements of an array, whose size `check` has accepted."""
         self._file.seek(offset)
         if self._file.readinto(as_bytes(array)) != array.nbytes:  # type: ignore[attr-defined]
             raise damaged("the end of its external data is missing")
@@ -243,7 +243,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
                 partial.commit()
                 os.replace(named, data_path(partial.target))
         except BaseException:
-            # Without its flatbuffer the data is of no use.
+            # Without its flatbuffer the data is useless.
             if partial.path.exists():
                 named.unlink(missing_ok=True)
             raise

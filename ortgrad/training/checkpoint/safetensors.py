@@ -1,7 +1,7 @@
-"""Checkpoints as safetensors: a JSON header with names, types, shapes and places, then the bytes.
+"""Checkpoints as safetensors: a JSON header with names, types, shapes and offsets, then the bytes.
 
 The parameters have their own names, so that any reader of safetensors finds them. Optimizer state is stored
-as tensors named `optimizer.<group>.<parameter>.<momentum>`. The metadata, strings all of them, are:
+as tensors named `optimizer.<group>.<parameter>.<momentum>`. The metadata, all of them strings, are:
 
     ortgrad             the version of this layout, "1"
     ortgrad.frozen      the names of the frozen parameters, as a JSON list
@@ -56,7 +56,7 @@ _TYPES = {
 }
 _METADATA = "__metadata__"
 _VERSION = "1"
-# As in other readers.
+# The limit of other readers.
 _LONGEST_HEADER = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM, _DIGEST = "ortgrad.checksum", "ortgrad.sha256"
@@ -99,7 +99,7 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             raise _damaged(f"{size - start - end} bytes belong to no tensor")
     if (method, digest) not in ((None, None), ("sha256", checksum.hexdigest())):
         raise _damaged(
-            "its contents do not have the checksum that was written with them. If another program has "
+            "its contents do not match the checksum that was written with them. If another program has "
             f"changed them on purpose, it must remove {_CHECKSUM!r} and {_DIGEST!r} from the metadata"
         )
     # In the order of the header, which is that of the writer.
@@ -144,7 +144,7 @@ def _place(name: str, entry: Any) -> tuple[str, int, int, np.dtype, tuple[int, .
     dtype = _TYPES[entry["dtype"]]
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _damaged(f"the entry of tensor {name!r} is wrong")
+        raise _damaged(f"the entry of tensor {name!r} is invalid")
     begin, end = offsets
     if end - begin != size_in_bytes(shape, dtype):
         raise _damaged(f"tensor {name!r} has the shape {shape}, but {end - begin} bytes")
@@ -180,7 +180,7 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Checkp
             checkpoint.optimizer[name] = OptimizerGroup(int(group["step"]), float(rate), momentums)
         checkpoint.frozen = {name: arrays.pop(name) for name in json.loads(metadata["ortgrad.frozen"])}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise _damaged(f"its metadata do not fit the tensors: {error}") from error
+        raise _damaged(f"its metadata do not match the tensors: {error}") from error
     checkpoint.trainable = arrays
     return checkpoint
 

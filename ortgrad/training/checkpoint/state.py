@@ -91,7 +91,7 @@ def check(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a checkpoint cannot be written."""
     both = checkpoint.trainable.keys() & checkpoint.frozen.keys()
     if both:
-        raise CheckpointError(f"parameter {min(both)!r} is trainable and frozen")
+        raise CheckpointError(f"parameter {min(both)!r} is both trainable and frozen")
     known = set(ELEMENT_TYPES.values())
     for what, array in checkpoint.arrays():
         if not isinstance(array, np.ndarray) or array.dtype.newbyteorder("=") not in known:
