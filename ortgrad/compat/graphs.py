@@ -15,7 +15,7 @@ import onnx
 from ortgrad.compat.layout import BUFFER, FLAG, RESET
 from ortgrad.dialects.training import ACCUMULATOR
 from ortgrad.errors import TrainingModelError
-from ortgrad.graph.protos import all_nodes, copy_of
+from ortgrad.graph.protos import all_nodes, copy_of, keep, replace
 from ortgrad.operators.declaration import DOMAIN
 
 # Inputs and outputs with such names belong to the gradients, not to the user.
@@ -59,9 +59,7 @@ def training_graph(
     copy = copy_of(model)
     graph = copy.graph
     made = TrainingGraph(copy, _user_inputs(graph, parameters), _user_outputs(graph))
-    values = [value for value in graph.output if value.name in made.user_outputs]
-    del graph.output[:]
-    graph.output.extend(values)
+    keep(graph.output, lambda value: value.name in made.user_outputs)
     outputs = _Outputs(graph)
     _expose_statistics(made, parameters, outputs)
     declared, buffers, kept = {value.name: value for value in graph.input}, {}, []
@@ -80,14 +78,11 @@ def training_graph(
             raise TrainingModelError(
                 f"the accumulator {node.name!r} adds to {node.input[0]!r}, not to an input"
             )
-    del graph.node[:]
-    graph.node.extend([*kept, *outputs.copies])
+    replace(graph.node, [*kept, *outputs.copies])
     if accumulates:
         made.buffers = buffers
         return made
-    inputs = [value for value in graph.input if value.name != RESET and value.name not in buffers]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    keep(graph.input, lambda value: value.name != RESET and value.name not in buffers)
     return made
 
 

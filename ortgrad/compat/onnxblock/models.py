@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -13,6 +14,7 @@ from ortgrad.compat.onnxblock.model_accessor import building
 from ortgrad.compat.versions import limit_versions
 from ortgrad.errors import NameNotFoundError, TrainingError
 from ortgrad.graph.matching import nearest
+from ortgrad.graph.protos import replace
 from ortgrad.training.parameters import take_parameters
 
 
@@ -126,17 +128,14 @@ class TrainingBlock(Block):
         return output
 
 
-def _register_outputs(model: onnx.ModelProto, names: str | tuple[str, ...] | list[str]) -> None:
+def _register_outputs(model: onnx.ModelProto, names: str | Sequence[str]) -> None:
     """Make the named values the outputs of the graph, in this order; `model` has inferred types."""
-    graph = model.graph
-    known = {value.name: value for value in (*graph.value_info, *graph.output)}
-    outputs = []
-    for name in [names] if isinstance(names, str) else names:
+    names = [names] if isinstance(names, str) else names
+    known = {value.name: value for value in (*model.graph.value_info, *model.graph.output)}
+    for name in names:
         if name not in known:
             raise NameNotFoundError(
                 f"{name!r} cannot be an output: there is no such value, or its type is not known"
                 f"{nearest(name, known)}"
             )
-        outputs.append(onnx.ValueInfoProto.FromString(known[name].SerializeToString()))
-    del graph.output[:]
-    graph.output.extend(outputs)
+    replace(model.graph.output, [known[name] for name in names])
