@@ -13,7 +13,7 @@ from ortgrad.errors import ArgumentTypeError
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
-# What other libraries call it.
+# The names that other libraries use.
 _ELSEWHERE = {
     "lr": "learning_rate",
     "eta": "learning_rate",

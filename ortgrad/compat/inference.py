@@ -65,7 +65,7 @@ def _reduce_to(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
 
 
 def _drop_unused_parts(model: onnx.ModelProto) -> None:
-    """Remove functions and imports that no node needs any more."""
+    """Remove functions and imports that no node uses any more."""
     called = {(node.domain, node.op_type) for node in all_nodes(model.graph.node)}
     while True:
         inner = {

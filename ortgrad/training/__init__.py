@@ -1,4 +1,4 @@
-"""Training of ONNX models: a short way (`fit`), and the interface of onnxruntime.training 1.19.2."""
+"""Training of ONNX models: `fit` and `Trainer`, their losses and optimizers."""
 
 from ortgrad.training.exporting import export
 from ortgrad.training.fitting import fit

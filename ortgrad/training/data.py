@@ -1,10 +1,10 @@
-"""Batches: from arrays, with a shuffling that depends on a seed, or from an iterable."""
+"""Batches: from arrays, shuffled by a seed, or from an iterable."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -62,7 +62,7 @@ class Inputs:
     """The inputs of a model that the user feeds."""
 
     names: Sequence[str]
-    # The element types as NumPy has them; None if it has none for it.
+    # The element types; None for one that NumPy does not have.
     types: Mapping[str, np.dtype | None]
     # The inputs of two dimensions with one column.
     columns: Collection[str] = ()
@@ -74,9 +74,9 @@ class Inputs:
     def fitted(self, name: str, value: Any) -> np.ndarray:
         """Return a value as an array.
 
-        Integers of another size get the type of the input, and so do float16 for a model that is trained in
-        float32. Targets may be integers or bools for floating-point numbers, labels of classes for their
-        numbers, and a vector for one column.
+        Integers of another size are converted to the type of the input, and so is float16 for a model that
+        is trained in float32. A target may have integers or bools in the place of floating-point numbers,
+        labels of classes in the place of their numbers, and may be a vector in the place of a column.
         """
         array, wanted = as_array(value, f"the array of {name!r}"), self.types[name]
         if name == self.target:
@@ -117,13 +117,8 @@ class Inputs:
         return [self.fitted(name, value) for name, value in zip(self.names, batch, strict=True)]
 
 
-def targeted(inputs: Inputs, target: str, classes: np.ndarray | None, ignored: Any) -> Inputs:
-    """Return the inputs with what is known about the target."""
-    return replace(inputs, target=target, classes=classes, ignored=ignored)
-
-
 def _numbers_of(labels: np.ndarray, classes: np.ndarray, ignored: Any, name: str) -> np.ndarray:
-    """Return the numbers of the classes that the labels are."""
+    """Return the numbers of the classes with these labels."""
     if labels.dtype.kind in "OST":
         labels = labels.astype(np.str_)
     order = np.argsort(classes)
@@ -144,7 +139,7 @@ def _numbers_of(labels: np.ndarray, classes: np.ndarray, ignored: Any, name: str
 
 @dataclass(frozen=True)
 class Source:
-    """Batches: their number if it is known, and a function that yields those of an epoch from one on."""
+    """Batches: their number, if known, and a function that yields those of an epoch from a given one on."""
 
     count: int | None
     begin: Callable[[int, int], Iterator[Batch]]
@@ -154,7 +149,7 @@ class Source:
 
 
 def source_of(data: Any, inputs: Inputs, batch_size: int, seed: int | None, what: str = "the data") -> Source:
-    """Return the batches of a tuple or dict of arrays, or of an iterable; without a seed, in their order."""
+    """Return the batches of a tuple or dict of arrays, or of an iterable; without a seed, in order."""
     check_count("batch_size", batch_size, 1)
     # A batch is a tuple, a list or a dict, so that data with an array in it consists of arrays.
     columns = isinstance(data, (tuple, list)) and any(map(is_array, data))
@@ -231,7 +226,7 @@ def _length(data: Any) -> int | None:
 def limited(source: Source, batches: int, data: Any, inputs: Inputs, what: str = "the data") -> Source:
     """Return a source with this many batches in every epoch.
 
-    Data without a length goes on in the next epoch where it has stopped, and begins anew when it has ended.
+    Data without a length continues in the next epoch where it stopped, and starts again when it has ended.
     """
     if source.count is not None:
         settings = {**source.settings, "batches": batches}
@@ -249,7 +244,7 @@ class _Stream:
         self._data, self._inputs, self._what = data, inputs, what
         self._iterator = iter(data)
         self._once = self._iterator is data
-        # Batches that were read, and those among them that are of the present pass.
+        # The number of batches that were read, in all and since the data last started.
         self._read = self._of_this = 0
 
     def part(self, start: int, count: int) -> Iterator[Batch]:

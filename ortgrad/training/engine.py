@@ -27,8 +27,8 @@ from ortgrad.training.weights import split_weights
 class Engine:
     """A model that is trained in memory: loss and gradients of a batch, and outputs in evaluation.
 
-    `trained` are the trained parameters in the order in which they lie in memory. `loss` is the loss, and
-    `outputs` are what evaluation returns besides. `untrained` are the outputs of batch normalizations that
+    `trained` are the trained parameters in their order in memory. `loss` is the loss, and `outputs` are
+    what evaluation returns in addition. `untrained` are the outputs of batch normalizations that
     are in evaluation mode also in training. `compared` are a value and inputs that must have its shape: where
     the loss subtracts them, others would be broadcast.
     """
@@ -98,7 +98,7 @@ class Engine:
         return bool(self._step.random)
 
     def seed(self, *numbers: int) -> None:
-        """Begin the random numbers of Dropout and others anew, as these numbers determine them."""
+        """Restart the random numbers of Dropout and other nodes, with these numbers as the seed."""
         if not self.is_random and self._session is not None:
             return
         # Two sessions at a time would need twice the memory.
@@ -132,9 +132,9 @@ class Engine:
         return session
 
     def gradients(self, batch: Batch, *, add: bool) -> float:
-        """Compute the gradients of a batch, or add them to those there are, and return the loss.
+        """Compute the gradients of a batch, or add them to the present ones, and return the loss.
 
-        A batch that fails, or whose loss is not finite, leaves no trace in the statistics.
+        A batch that fails, or whose loss is not finite, leaves the running statistics unchanged.
         """
         session = self._begun()
         session.check(batch)
@@ -182,7 +182,7 @@ class Engine:
 
 
 def _compared(model: onnx.ModelProto, value: str, targets: Sequence[str]) -> list[str]:
-    """Return the inputs among `targets` whose shapes may turn out to be others than that of `value`."""
+    """Return the inputs among `targets` whose shapes may turn out to differ from that of `value`."""
     if not targets:
         return []
     kind = find_value(model, value).type.tensor_type

@@ -20,7 +20,7 @@ from ortgrad.training.stepper import Stepper
 
 
 class Run:
-    """One call of `fit`: the batches, and when checkpoints are written."""
+    """One call of `fit`: it trains epochs of batches and writes checkpoints."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Run:
         self._check_place({**source.settings, "accumulate": accumulate})
 
     def _check_place(self, batches: dict[str, Any]) -> None:
-        """Note how batches are made; raises CheckpointError if the epoch was begun with others."""
+        """Note how batches are made; raises CheckpointError if the epoch was begun with other ones."""
         place = self._stepper.place
         changed = [key for key, value in place.batches.items() if batches.get(key, value) != value]
         if place.batch and changed:

@@ -29,8 +29,8 @@ _ABANDONED = 600.0
 class Partial:
     """A file that is written beside the place where `commit` puts it.
 
-    If the context ends without a commit, the file is removed. What is no file, such as /dev/stdout or a pipe,
-    is written itself.
+    If the context ends without a commit, the file is removed. What is not a regular file, such as /dev/stdout
+    or a pipe, is written directly.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
@@ -97,7 +97,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, pattern: re.Pattern[str]) -> None:
-    """Remove files with such names that killed processes have left."""
+    """Remove files with matching names that killed processes have left behind."""
     oldest = time.time() - _ABANDONED
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""What results on held-out data mean for a training: which are better, and when to stop."""
+"""Decides by the results on held-out data which epoch is the best, and when to stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Judge:
         self._patience, self._sign = patience, -1 if rises else 1
 
     def stops(self, waited: int) -> bool:
-        """Return whether to stop after so many epochs without an improvement."""
+        """Return whether to stop after `waited` epochs without an improvement."""
         return self._patience is not None and waited >= self._patience
 
     def check(self, record: Epoch, epoch: int) -> None:

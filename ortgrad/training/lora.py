@@ -195,8 +195,8 @@ def load_lora(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto
     pairs = adapter_names(arrays)
     others = sorted(set(arrays) - {name for pair in pairs.values() for name in pair})
     if others or not arrays:
-        what = f"{others[0]!r} is no part of an adapter" if others else "it has no tensors"
-        raise CheckpointError(f"{path} is no file of adapters: {what}")
+        what = f"{others[0]!r} is not part of an adapter" if others else "it has no tensors"
+        raise CheckpointError(f"{path} is not a file of adapters: {what}")
     recorded = _recorded(metadata.get(_METADATA), f"the metadata of {path}")
     if recorded and recorded.keys() != pairs.keys():
         name = min(recorded.keys() ^ pairs.keys())
@@ -489,7 +489,7 @@ def _adapted(model: onnx.ModelProto) -> list[Adapted]:
     for weight, (a, b) in pairs.items():
         if weight not in found:
             raise ModelError(
-                f"{a!r} and {b!r} are no adapter as add_lora writes it; the nodes around them differ"
+                f"{a!r} and {b!r} are not an adapter as add_lora writes it; the nodes around them differ"
             )
     return adapted
 

@@ -75,7 +75,7 @@ class Adapter:
 
     @property
     def fan_in(self) -> int:
-        """The number of products in a sum of A's output."""
+        """The number of products that are summed for an element of A's output."""
         return int(np.prod(self.dims[1:])) if self.group else self.dims[-2 if self.input_first else -1]
 
     def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ def find_adapted(sites: list[Site], model: onnx.ModelProto, opset: int) -> list[
             others = [node for node, _ in reading[name] if node is None or id(node) not in taken]
             if others:
                 what = "an output of a graph" if others[0] is None else f"read by a {others[0].op_type} node"
-                raise ModelError(f"{name!r} is {what} that is no part of an adapter as add_lora writes it")
+                raise ModelError(f"{name!r} is {what} that is not part of an adapter as add_lora writes it")
     return found
 
 

@@ -13,7 +13,7 @@ from onnx import helper
 from ortgrad.graph.protos import FLOATS, all_graphs, subgraphs
 from ortgrad.operators.declaration import DOMAIN
 
-# The tensors of an adapter are called like the weight, and so.
+# The names of an adapter's tensors are that of the weight with these suffixes.
 ADAPTER_SUFFIXES = (".lora_A", ".lora_B")
 
 
@@ -29,7 +29,7 @@ class Operand:
     names: tuple[str, ...]
     # Whether the last two axes are exchanged.
     swapped: bool = False
-    # The node that dequantizes the weight, and its scale and zero point; None if they are no constants.
+    # The node that dequantizes the weight, and its scale and zero point; None if they are not constants.
     dequantizer: onnx.NodeProto | None = None
     quantization: tuple[onnx.TensorProto, ...] | None = None
 

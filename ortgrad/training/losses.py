@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -55,7 +55,7 @@ def add_loss(
     | "cross-entropy" | of scores and an input `labels` of int64. `weight` has a factor per class, labels equal to `ignore_index` do not count. `axis` is the dimension of the classes; by default it is found from the shapes: 1 in (N, C) and (N, C, ...), the last one in (N, S, V) |
     | "mse", "l1", "huber" | of differences from an input `target`; `delta` is Huber's (default: 1) |
     | "bce" | binary cross entropy of scores (logits) and an input `target`, with `weight` and `pos_weight` |
-    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it is no such name. Others become inputs of the element type and shape in `types`; without that, `fit` looks at the data, and otherwise they are like the output, or integers or booleans if an operator takes nothing else |
+    | a function | `loss(op, output, target)` records nodes with `op` and returns a scalar. A parameter with the name of a value of the model is this value, and the first one is the output if it has no such name. Others become inputs of the element type and shape in `types`; without that, `fit` looks at the data, and otherwise they are like the output, or integers or booleans if an operator takes nothing else |
     | a block of onnxblock | called with the names of output and, if given, target |
 
     `output` is the first floating-point output unless it is named. If it has probabilities (of a Softmax or a
@@ -113,7 +113,8 @@ def with_loss(
         return _with_nodes(proto, lambda made: loss.add_to_model(made, *names), name), source, None
     assert callable(loss)
     proto = protos.converted(proto)
-    return _recorded(proto, loss, source, target, name, options.get("types", {})), source, None
+    function = _Function(loss, source, target, name)
+    return _recorded(proto, function, options.get("types", {})), source, None
 
 
 def target_name(loss: str) -> str:
@@ -237,13 +238,17 @@ class Suggested(dict[str, Declaration]):
         self.given = given
 
 
+class _Function(NamedTuple):
+    """A loss function: what it is called with, and the name of the loss."""
+
+    loss: Callable[..., Any]
+    source: str
+    target: str | None
+    name: str
+
+
 def _recorded(
-    proto: onnx.ModelProto,
-    loss: Callable[..., Any],
-    source: str,
-    target: str | None,
-    name: str,
-    types: Mapping[str, Declaration],
+    proto: onnx.ModelProto, function: _Function, types: Mapping[str, Declaration]
 ) -> onnx.ModelProto:
     """Return the model with the nodes that a function of `op` records.
 
@@ -251,7 +256,7 @@ def _recorded(
     booleans: whichever the operators that read them take.
     """
     fixed = types.given if isinstance(types, Suggested) else types
-    new = new_inputs(proto, loss, target)
+    new = new_inputs(proto, function.loss, function.target)
     unknown = [each for each in fixed if each not in new]
     if unknown:
         known = ", ".join(new) or "it has none"
@@ -268,7 +273,7 @@ def _recorded(
     for attempt in attempts:
         made: onnx.ModelProto | OrtgradError
         try:
-            made = _record(proto, loss, source, target, name, attempt)
+            made = _record(proto, function, attempt)
         except (OrtgradError, onnx.shape_inference.InferenceError) as error:
             made = error if isinstance(error, OrtgradError) else TrainingModelError(one_line(error))
         else:
@@ -282,7 +287,7 @@ def _recorded(
 
 
 def _others(kinds: Sequence[Any]) -> int:
-    """Return how many types are not that of the output."""
+    """Return how many types differ from that of the output."""
     return sum(kind is not None for kind in kinds)
 
 
@@ -294,14 +299,8 @@ def new_inputs(proto: onnx.ModelProto, loss: Callable[..., Any], target: str | N
     return [each for i, each in enumerate(names) if i > 0 and not protos.exists(proto, each)]
 
 
-def _record(
-    proto: onnx.ModelProto,
-    loss: Callable[..., Any],
-    source: str,
-    target: str | None,
-    name: str,
-    types: Mapping[str, Declaration],
-) -> onnx.ModelProto:
+def _record(proto: onnx.ModelProto, function: _Function, types: Mapping[str, Declaration]) -> onnx.ModelProto:
+    """Return the model with the nodes of a loss function; its new inputs have these types."""
     import onnx_ir as ir  # slow to import
 
     from ortgrad.graph.names import Names
@@ -310,6 +309,7 @@ def _record(
     from ortgrad.graph.traversal import values_by_name
     from ortgrad.shapes.inference import infer_types
 
+    loss, source, target, name = function
     model = read(protos.with_inferred(proto))
     infer_types(model)
     values = values_by_name(model.graph)

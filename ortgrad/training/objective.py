@@ -29,9 +29,9 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a loss is of, and how the losses of batches are combined."""
+    """What a loss is computed from, and how the losses of batches are combined."""
 
-    # The names of the loss, of the output of which it is, and of the scores behind that.
+    # The names of the loss, of the output that it is computed from, and of the scores behind that output.
     loss: str
     output: str
     scores: str
@@ -41,7 +41,7 @@ class Objective:
     axis: int | None
     # None if the model has computed its loss itself, from any of its inputs.
     target: str | None
-    # Whether the loss subtracts target and scores, so that it would broadcast others.
+    # Whether the loss subtracts target and scores, so that it would broadcast them if their shapes differ.
     compares: bool
     # The labels of the classes if they are not their numbers, and the label that does not count, as a number.
     classes: np.ndarray | None
@@ -64,9 +64,9 @@ class Objective:
         return self.scores, [self.target] if self.target is not None and self.compares else []
 
     def weight(self, target: np.ndarray | None, count: int) -> float:
-        """Return of how many elements a loss is the mean, or the sum of their weights.
+        """Return the number of elements that a loss is the mean of, or the sum of their weights.
 
-        Where that is not known, it is `count`, the number of samples.
+        If that is not known, it is `count`, the number of samples.
         """
         if self.sums:
             return 1

@@ -1,4 +1,4 @@
-"""What came of a training."""
+"""The result of a training."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Epoch:
 @checked
 @dataclass
 class Result:
-    """What came of a training; its text is one line.
+    """The result of a training; its text is one line.
 
     `losses` has the loss of every step, `history` what was measured in every epoch; `parameters` and
     `elements` are the numbers of tensors and of elements that were trained. `model` is the trained
-    forward model, which `export` writes to a file. It has the parameters that the trainer has now: if the
-    trainer goes on, they are those after the last step.
+    forward model, which `export` writes to a file. It has the present parameters of the trainer: if that
+    trains further, they change.
     """
 
     trainer: Trainer

@@ -21,14 +21,14 @@ VERSION = 1
 
 @dataclass
 class Place:
-    """How far the training is; part of a checkpoint."""
+    """The progress of a training; part of a checkpoint."""
 
     # The steps before this training began.
     start: int = 0
     epoch: int = 0
     # Batches of the epoch that are done.
     batch: int = 0
-    # Of the epoch so far.
+    # The sums over the epoch so far.
     loss: float = 0.0
     samples: float = 0
     # What decides which batches these are: batch_size, shuffle, and the number of batches.
@@ -41,7 +41,7 @@ class Place:
 
 
 def read_place(found: Checkpoint, path: Any, optimizer: str, seed: int) -> Place:
-    """Return how far the training of a checkpoint is; raises CheckpointError if it is another one."""
+    """Return the progress of a checkpoint's training; raises CheckpointError if that is another training."""
     text = found.properties.get(PROPERTY)
     try:
         if not isinstance(text, str):

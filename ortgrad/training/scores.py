@@ -1,4 +1,4 @@
-"""What a loss is of: the scores behind a model's probabilities, and the classes that its labels are."""
+"""What a loss is computed from: the scores behind a model's probabilities, and the labels of its classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROBABILITIES = ("HardSigmoid", "Sigmoid", "Softmax")
 
 
 def output_of(model: onnx.ModelProto, output: str | None) -> str:
-    """Return the name of the value that a loss is of; of a ZipMap, the tensor that it makes maps of."""
+    """Return the name of the value that a loss is computed from; for the maps of a ZipMap, its tensor."""
     producers = _producers(model)
     if output is not None:
         if not protos.exists(model, output):
@@ -51,7 +51,7 @@ def _before_map(producers: Mapping[str, onnx.NodeProto], name: str) -> str:
 
 
 def _before_columns(model: onnx.ModelProto, producers: Mapping[str, onnx.NodeProto]) -> str | None:
-    """Return the probabilities of which the outputs are the columns, as skl2onnx writes them on request."""
+    """Return the probabilities whose columns are the outputs, as skl2onnx writes them on request."""
     floats = [v for v in model.graph.output if v.type.tensor_type.elem_type in FLOATS]
     if model.producer_name != "skl2onnx" or len(floats) < 2:
         return None
@@ -64,9 +64,9 @@ def _before_columns(model: onnx.ModelProto, producers: Mapping[str, onnx.NodePro
 
 
 def scores_of(model: onnx.ModelProto, loss: str, source: str, axis: int | None) -> tuple[str, int | None]:
-    """Return the scores whose probabilities `source` is, or `source` if it has scores itself.
+    """Return the scores behind the probabilities `source`, or `source` if it has scores itself.
 
-    Also returns the dimension of the classes, if that is given as `axis` or a Softmax tells it. The scores
+    Also returns the dimension of the classes, if `axis` gives it or a Softmax shows it. The scores
     may need a few nodes, which are added to the model. A loss that does not fit the probabilities is
     refused: it would train, but badly.
     """

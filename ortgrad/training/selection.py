@@ -34,7 +34,7 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
 
     `patterns` and `exclude` are names or patterns as in fnmatch, one or several, for the names in the file
     and for those in PyTorch, where the exporter has renamed a weight and the file tells its name. The full
-    name of a floating-point initializer also stands for one that is no parameter by default. A pattern that
+    name of a floating-point initializer also selects one that is not a parameter by default. A pattern that
     matches nothing is an error. A ParameterWarning says which parameters the exporter has merged or changed,
     and which a pattern for a module (`"encoder.*"`) does not match. With LoRA adapters, the default is
     these alone.
@@ -59,7 +59,7 @@ def parameters(model: ModelLike, patterns: Patterns = None, *, exclude: Patterns
 def selected(
     proto: onnx.ModelProto, known: Sequence[str], patterns: Patterns = None, exclude: Patterns = None
 ) -> list[str]:
-    """Return those of the parameters, `known`, that are chosen; see `parameters`."""
+    """Return the parameters among `known` that are chosen; see `parameters`."""
     proto, found = open_linear_models(proto), list(known)
     if patterns is None:
         # Weights that have adapters are frozen.

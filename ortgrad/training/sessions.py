@@ -115,7 +115,7 @@ class BoundSession:
         for name, tensor in zip(self.user_inputs, tensors, strict=True):
             self._binding.bind_ortvalue_input(name, tensor)
         for name in self.user_outputs:
-            # Else onnxruntime would write to the outputs of the previous run, which the user may hold.
+            # Otherwise onnxruntime would write to the outputs of the previous run, which the user may hold.
             self._binding.bind_output(name)
         with _as_training_error():
             self._session.run_with_iobinding(self._binding)
@@ -210,7 +210,7 @@ def _check_labels(name: str, value: Any, ignored: int | None) -> None:
             raise TrainingError(f"{_INDEX_HINT}input {name!r} has the label {labels[wrong].reshape(-1)[0]}")
 
 
-# What onnxruntime says about labels that are no class, and ids that an embedding does not have.
+# What onnxruntime says about labels without a class, and ids that an embedding does not have.
 _INDEX_ERRORS = ("Out of range value in index tensor", "indices element out of data bounds")
 _INDEX_HINT = "a label or an index is out of range: "
 

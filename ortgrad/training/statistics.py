@@ -27,7 +27,7 @@ STATISTICS = ("trained", "all", "none")
 def running_statistics(model: onnx.ModelProto, untrained: Collection[str] = ()) -> list[str]:
     """Return the initializers that are running statistics of batch normalizations.
 
-    Those of the nodes with an output in `untrained` do not count.
+    The nodes with an output in `untrained` are left out.
     """
     known = {tensor.name for tensor in model.graph.initializer}
     nodes = [node for node in _normalizations(model) if node.output[0] not in untrained]
@@ -79,7 +79,7 @@ def untrained_normalizations(
 def normalization_of_vectors(model: onnx.ModelProto, untrained: Collection[str]) -> str:
     """Return the output of a batch normalization that has one value per channel and sample; "" if none has.
 
-    With a single sample, its variance is 0, and so are its results. Those in `untrained` do not count.
+    With a single sample, its variance is 0, and so are its results. Nodes in `untrained` are left out.
     """
     values = {v.name: v.type.tensor_type for v in (*model.graph.input, *model.graph.value_info)}
     batches = {v.type.tensor_type.shape.dim[0].dim_param for v in model.graph.input if _rank(v)}
@@ -117,12 +117,12 @@ def _dependent(model: onnx.ModelProto, names: set[str]) -> set[str]:
 def separate_statistics(
     model: onnx.ModelProto, names: Collection[str]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return a model in which no initializer of these names is a running statistic and something else.
+    """Return a model in which no initializer of these names is both a running statistic and something else.
 
     Exporters merge equal tensors, and before a training all means and biases are 0, and all variances and
     scales 1. They would be trained and overwritten with statistics at the same time. The second result
-    has the initializers that were added, and of which each is a copy; without any, the model is the one that
-    was given.
+    maps the initializers that were added to those that they copy; without any, the model is returned as it
+    is.
     """
     merged = _merged(model) & set(names)
     if not merged:

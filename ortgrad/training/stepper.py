@@ -1,4 +1,4 @@
-"""A training under way: steps on batches, how far it is, and its checkpoints."""
+"""The state of a training: steps on batches, its progress, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Stepper:
 
     @property
     def steps(self) -> int:
-        """The number of steps that were made."""
+        """The number of steps made so far."""
         return self.updates.steps
 
     # Batches
@@ -72,7 +72,7 @@ class Stepper:
     # Steps
 
     def gradients(self, batch: Batch, *, add: bool, where: str) -> float:
-        """Compute the gradients of a batch, or add them to those there are, and return the loss."""
+        """Compute the gradients of a batch, or add them to the present ones, and return the loss."""
         self.check_samples(self.count(batch), where)
         try:
             loss = self.engine.gradients(batch, add=add)
@@ -85,7 +85,7 @@ class Stepper:
         return loss
 
     def update(self, count: int, total: int | None, note: Callable[[], None] | None = None) -> None:
-        """Make a step with the gradients there are, the sum of those of `count` batches, and note it.
+        """Make a step with the present gradients, which are the sum over `count` batches, and note it.
 
         `total` is the number of all steps, for the schedule.
         """

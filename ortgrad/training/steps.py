@@ -139,7 +139,7 @@ def _update_statistics(graph: ir.Graph, op: Recorder, names: Collection[str]) ->
 
 
 def _unbiased(op: Recorder, node: ir.Node) -> ir.Value:
-    """Return the running variance of PyTorch, also to nodes of the same layer, applied again."""
+    """Return PyTorch's running variance; further nodes of the same layer read it, too."""
     running = node.outputs[2]
     later, before = list(running.uses()), len(op.nodes)
     with op.scoped(node.name or f"{node.outputs[0].name}"):
@@ -154,7 +154,7 @@ def _unbiased(op: Recorder, node: ir.Node) -> ir.Value:
 def _accumulate(
     graph: ir.Graph, op: Recorder, gradients: dict[ir.Value, ir.Value]
 ) -> tuple[str, dict[ir.Value, ir.Value]]:
-    """Replace the gradients by their sums with new inputs; returns the input that resets them, and these."""
+    """Replace the gradients by their sums with new inputs; returns the input that resets them, and those."""
     reset = ir.Value(name=op.names.fresh("reset"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
     graph.inputs.append(reset)
     buffers: dict[ir.Value, ir.Value] = {}

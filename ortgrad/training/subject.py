@@ -27,13 +27,13 @@ class Subject:
 
     # The model as it was loaded.
     loaded: onnx.ModelProto
-    # In which all weights that are trained are initializers of single or double precision.
+    # The same with all trained weights as initializers of single or double precision.
     model: onnx.ModelProto
-    # That into which the trained parameters are written.
+    # The model into which the trained parameters are written.
     source: ModelLike
     # All parameters of the model, also those that are not trained.
     known: Sequence[str]
-    # What is trained; parameters with the same settings lie side by side.
+    # The trained parameters; those with the same settings are adjacent.
     trained: Sequence[str]
     settings: Mapping[str, Setting]
 
@@ -76,7 +76,7 @@ class Original:
         self._version = self._present_version()
 
     def _present_version(self) -> tuple[int, int] | None:
-        """Return what tells whether a file has changed; None if it is no file, or not there."""
+        """Return what tells whether a file has changed; None if it is not a file or does not exist."""
         if not isinstance(self.source, (str, os.PathLike)):
             return None
         try:

@@ -18,7 +18,7 @@ from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
 from ortgrad.progress import Progress
 from ortgrad.training.arguments import check_count
-from ortgrad.training.data import Inputs, Source, limited, source_of, targeted
+from ortgrad.training.data import Inputs, Source, limited, source_of
 from ortgrad.training.engine import Engine
 from ortgrad.training.epochs import Run
 from ortgrad.training.exporting import export
@@ -48,7 +48,7 @@ class Trainer:
     scalar that the model computes. `optimizer` is "adamw", "adam", "sgd", "rmsprop" or "adagrad", or an
     object such as `SGD(momentum=0.9)`. `learning_rate` replaces that of the optimizer.
 
-    `wrt` and `exclude` choose what is trained, see `parameters`. `groups` has other settings by pattern:
+    `wrt` and `exclude` choose what is trained, see `parameters`. `groups` overrides settings by pattern:
     `{"*.bias": {"weight_decay": 0}, "head.*": {"learning_rate": 0.1}}`. Later ones override earlier ones.
 
     The learning rate rises in the first `warmup` steps (a fraction of all if it is less than 1) and then
@@ -56,11 +56,12 @@ class Trainer:
     number of steps that returns a factor. The mean of the gradients of `accumulate` batches makes one step.
     Gradients are clipped to values of at most `clip_value`, then to a norm of at most `clip_norm`.
 
-    Dropout is on. With `statistics="trained"`, batch normalizations use and update the statistics of batches,
-    but those none of whose parameters is trained stay as they are, and compute what they do in inference:
-    "all" trains the statistics of all of them, "none" of none. (One without parameters of its own is trained
-    if a layer before it is, or if all parameters of the model are.) `seed` determines the order of
-    samples and the random numbers in the model. `threads` is that of sessions and optimizer (0: all).
+    Dropout is on. With `statistics="trained"`, batch normalizations use and update the statistics of batches.
+    Those without a trained parameter keep their statistics and compute what they do in inference. (One that
+    has no parameters at all counts as trained if a layer before it is, or if all parameters of the model
+    are.) "all" updates the statistics of all batch normalizations, "none" those of none. `seed` determines
+    the order of samples and the random numbers in the model. `threads` is the number of threads of sessions
+    and optimizer (0: as many as there are processors).
 
     >>> import numpy as np, onnx
     >>> from ortgrad.training import SGD, Trainer
@@ -134,19 +135,19 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """The number of steps that were made."""
+        """The number of steps made so far."""
         return self._stepper.steps
 
     @property
     def described(self) -> str:
-        """How many parameters are trained, and how many elements they have, as a text."""
+        """The numbers of trained parameters and of their elements, as text."""
         arrays = self.state.trainable.arrays
         count, elements = len(arrays), sum(array.size for array in arrays.values())
         return f"{count} parameter{'s' if count != 1 else ''} with {elements:,} elements"
 
     @property
     def input_names(self) -> list[str]:
-        """What a batch consists of: the inputs of the model, and the target."""
+        """The names of the arrays in a batch: the inputs of the model, and the target."""
         return list(self._stepper.inputs.names)
 
     def step(self, *batches: Any, total: int | None = None) -> float:
@@ -189,27 +190,27 @@ class Trainer:
         progress: bool | None = None,
         curve: str | os.PathLike[str] | None = None,
     ) -> Result:
-        """Train for a number of epochs and return what came of it.
+        """Train for a number of epochs and return the result.
 
         `data` is a tuple of arrays in the order of `input_names`, a dict of arrays by name, or an iterable of
         batches, each such a tuple or dict. The last batch of arrays may be smaller.
 
-        `steps_per_epoch` ends every epoch after so many steps. Data that knows its length must have enough
-        batches for them. Data without a length, which may be endless, goes on in the next epoch where it has
-        stopped, and begins anew when it has ended. Schedules that depend on the number of steps need one of
-        the two.
+        `steps_per_epoch` ends every epoch after this number of steps. Data with a length must have enough
+        batches for them. Data without a length, which may be endless, continues in the next epoch where it
+        stopped, and starts again when it has ended. Schedules that depend on the number of steps need either
+        a length or `steps_per_epoch`.
 
         After each epoch, the loss and the `metric` of held-out data `evaluate` are computed: "accuracy",
         "mse", or a function of outputs and targets. The training stops if the metric, or else the loss, has
-        not improved for `patience` epochs; `maximize` says of a function whether it is to rise or to fall.
+        not improved for `patience` epochs; for a function, `maximize` says whether it should rise.
         The result then has the parameters of the last epoch, not those of the best.
 
         `checkpoint` is a file that is written after every epoch, and every `checkpoint_every` steps. With
-        `resume`, the training continues there if the file exists, and gives the same parameters, to the bit,
-        as one that was never interrupted and wrote its checkpoints after the same steps.
+        `resume`, the training continues from the file if it exists. The parameters are then equal, bit for
+        bit, to those of a training that was never interrupted and wrote its checkpoints after the same steps.
 
-        `progress` shows on stderr how much is trained, and a bar: always, never, or with None if it is a
-        terminal. `curve` is a PNG file for the losses, which needs matplotlib.
+        `progress` shows on stderr what is trained, and a progress bar: always (True), never (False), or if
+        stderr is a terminal (None). `curve` is a PNG file for the losses, which needs matplotlib.
         """
         check_count("epochs", epochs, 0)
         check_count("batch_size", batch_size, 1)
@@ -357,7 +358,7 @@ class Trainer:
 
 
 def _influencing(model: onnx.ModelProto, loss: str, names: Sequence[str]) -> list[str]:
-    """Return those of the parameters that influence the loss; weight decay would change the others."""
+    """Return the parameters that influence the loss; weight decay would change the others."""
     reached = influencing(model, loss)
     found = [name for name in names if name in reached]
     if not found:
@@ -371,7 +372,7 @@ def _with_target(inputs: Inputs, objective: Objective, ignored: int | None) -> I
     if objective.is_binary and target not in inputs.columns:
         # Several columns are classes of their own, each of which a sample may have.
         classes = None
-    return targeted(inputs, target, classes, ignored)
+    return replace(inputs, target=target, classes=classes, ignored=ignored)
 
 
 def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> AnyOptimizer:

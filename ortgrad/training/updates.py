@@ -43,7 +43,7 @@ class Clipping:
 
 @dataclass(frozen=True)
 class _Block:
-    """Parameters that lie side by side and have the same settings."""
+    """Parameters with the same settings, which are adjacent in memory."""
 
     dtype: np.dtype
     part: slice
@@ -81,7 +81,7 @@ class Updates:
 
     @property
     def steps(self) -> int:
-        """The number of steps that were made."""
+        """The number of steps made so far."""
         return self._group.step
 
     @steps.setter

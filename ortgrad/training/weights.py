@@ -54,7 +54,7 @@ def load_weights(model: ModelLike, parameters: Collection[str]) -> Weights:
 
 
 def split_weights(proto: onnx.ModelProto, parameters: Collection[str], folder: str = "") -> Weights:
-    """Do what `load_weights` does, for a model that is loaded; `folder` has its external data."""
+    """Do what `load_weights` does, for a loaded model; `folder` has its external data."""
     if not _is_large(proto):
         return Weights(proto)
     taken = [t for t in proto.graph.initializer if t.name in parameters]

@@ -815,7 +815,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"float32\[5, 2\] .* float32\[5, 9999999\]"):
         load_lora(model, path)
     ortgrad.training.checkpoint.save(Checkpoint(trainable={"w": np.zeros(3)}), path)
-    with pytest.raises(CheckpointError, match="no file of adapters: 'w'"):
+    with pytest.raises(CheckpointError, match="not a file of adapters: 'w'"):
         load_lora(model, path)
     with pytest.raises(CheckpointFileError, match="cannot be written"):
         save_lora(adapted, tmp_path / "missing" / "a")
@@ -920,7 +920,7 @@ def test_changed_adapters() -> None:
     adapted = trained(add_lora(two_layers(), "head.*"))
     node = next(node for node in adapted.graph.node if node.op_type == "Mul")
     node.op_type = "Div"
-    with pytest.raises(ModelError, match=r"'head.weight.lora_A' and 'head.weight.lora_B' are no adapter"):
+    with pytest.raises(ModelError, match=r"'head.weight.lora_A' and 'head.weight.lora_B' are not an adapter"):
         merge_lora(adapted)
     node.op_type = "Mul"
     adapted.graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None))
