@@ -12,11 +12,12 @@ from ortgrad.errors import ModelError, NodeError
 from ortgrad.graph.names import Names
 from ortgrad.graph.old_scans import hide_old_scans, restore_scans
 from ortgrad.graph.recorder import MINIMUM_OPSET
+from ortgrad.graph.schema_functions import unchanged
 from ortgrad.graph.serialization import refill, to_proto
 from ortgrad.graph.traversal import all_nodes, is_operator
 from ortgrad.operators.schema import with_schemas
 from ortgrad.passes.inline import inline
-from ortgrad.shapes.inference import infer_types
+from ortgrad.shapes.inference import infer_types, without_weights
 
 _HIDDEN = "ortgrad.unknown"
 # The last opset in which onnxruntime knows the operators of `ops/retired`.
@@ -30,21 +31,18 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
         return model
     # The converter drops functions, so they are inlined before.
     inline(model, lambda _: True)
+    unknown = _unknown(model, version)
+    if not unknown and unchanged(model.graph, version, MINIMUM_OPSET):
+        model.opset_imports[""] = MINIMUM_OPSET
+        return model
     roundings = _roundings(model) if version <= 10 else {}
     if version < 13:
         _flatten_hardmax(model)
-    hidden = _hide_unknown(model, version)
-    try:
-        scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
-        converted = with_schemas(version_converter.convert_version, to_proto(model), MINIMUM_OPSET)
-    except (RuntimeError, version_converter.ConvertError) as error:
-        raise ModelError(
-            f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
-            f"cannot convert it: {error}"
-        ) from error
-    refill(model, converted)
-    restore_scans(model, scans)
-    if hidden:
+    for node in unknown:
+        node.domain = _HIDDEN
+        model.opset_imports[_HIDDEN] = 1
+    _convert(model, version)
+    if unknown:
         _restore_unknown(model, version)
     for node in all_nodes(model.graph):
         rounding = roundings.get(node.outputs[0].name or "")
@@ -56,21 +54,48 @@ def at_minimum_opset(model: ir.Model) -> ir.Model:
     return model
 
 
-def _hide_unknown(model: ir.Model, version: int) -> bool:
-    """Move operators that onnxruntime adds to ONNX's domain to another one; the converter refuses them.
+def _convert(model: ir.Model, version: int) -> None:
+    """Convert the model with onnx, without its large weights, which onnx would copy several times."""
+    try:
+        scans = hide_old_scans(model, MINIMUM_OPSET) if version == 8 else {}
+        order = list(model.graph.initializers)
+        with without_weights(model) as weights:
+            light = to_proto(model)
+        converted = with_schemas(version_converter.convert_version, light, MINIMUM_OPSET)
+    except (RuntimeError, version_converter.ConvertError) as error:
+        raise ModelError(
+            f"the model has opset {version}, ortgrad needs {MINIMUM_OPSET}, and onnx's converter "
+            f"cannot convert it: {error}"
+        ) from error
+    refill(model, converted)
+    graph = model.graph
+    inputs = {value.name: value for value in graph.inputs}
+    for weight in weights:
+        value = inputs[weight.name]
+        value.const_value = weight.const_value
+        if not weight.is_graph_input():
+            graph.inputs.remove(value)
+        graph.register_initializer(value)
+    # The default of `wrt` is the parameters in the order of the file.
+    found = dict(graph.initializers)
+    graph.initializers.clear()
+    for name in (*(name for name in order if name in found), *(name for name in found if name not in order)):
+        graph.initializers[name] = found[name]
+    restore_scans(model, scans)
+
+
+def _unknown(model: ir.Model, version: int) -> list[ir.Node]:
+    """Return the nodes of operators that onnxruntime adds to ONNX's domain; the converter refuses them.
 
     These are SimplifiedLayerNormalization, LayerNormalization before opset 17, and ThresholdedRelu before
-    opset 10, which have one version; and those that have definitions (`ops/retired`).
+    opset 10, which have one version; and those that have definitions (`ops/retired`). They are in another
+    domain meanwhile.
     """
-    unknown = [
+    return [
         node
         for node in all_nodes(model.graph)
         if node.domain == "" and not onnx.defs.has(node.op_type, version)
     ]
-    for node in unknown:
-        node.domain = _HIDDEN
-        model.opset_imports[_HIDDEN] = 1
-    return bool(unknown)
 
 
 def _restore_unknown(model: ir.Model, version: int) -> None:

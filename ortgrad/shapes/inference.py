@@ -76,8 +76,11 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @contextmanager
-def without_weights(model: ir.Model) -> Iterator[None]:
-    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs."""
+def without_weights(model: ir.Model) -> Iterator[list[ir.Value]]:
+    """Within this context, initializers that are large, or only defaults of inputs, are plain inputs.
+
+    Yields these initializers.
+    """
     graph, inputs = model.graph, list(model.graph.inputs)
     large = []
     for name, value in graph.initializers.items():
@@ -96,7 +99,7 @@ def without_weights(model: ir.Model) -> Iterator[None]:
             del graph.initializers[name]
             if not value.is_graph_input():
                 graph.inputs.append(value)
-        yield
+        yield [value for _, value in large]
     finally:
         graph.inputs[:] = inputs
         graph.initializers.clear()
