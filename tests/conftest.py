@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from ortgrad.compiled import progress
 
 TESTS = Path(__file__).parent
 QUICK = ("unit", "gradients", "session", "cli", "training", "compat")
+# Of each of several processes: all together keep all cores busy. Tests of threads and of processes that
+# compile say how many they want.
+ONE = ("ORTGRAD_COMPILE_PROCESSES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Before test modules are imported, which ask for it.
     support.LONG = config.getoption("--sweep")
+    if config.getoption("numprocesses", None):
+        # The processes that are about to be started inherit it.
+        for variable in ONE:
+            os.environ.setdefault(variable, "1")
     # Let Ctrl-C interrupt tests, also where a shell has started them in the background.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,7 +57,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def no_word_of_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def pytest_sessionstart() -> None:
     """Whether compilation takes so long that it is announced depends on the machine and on earlier tests."""
-    monkeypatch.setattr(progress, "_PATIENCE", math.inf)
+    progress._PATIENCE = math.inf

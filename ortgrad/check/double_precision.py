@@ -64,14 +64,7 @@ def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with definitions in place of nodes that do not take double, unless there are none."""
     opsets = {o.domain: o.version for o in model.opset_import}
-    low = low_values(model)
-    narrow = {
-        name
-        for node in model.graph.node
-        if with_schemas(_is_narrow, node, low, opsets)
-        for name in node.output
-        if name
-    }
+    narrow = with_schemas(_narrow_values, model.graph.node, low_values(model), opsets)
     if not narrow:
         return model
     defined = at_minimum_opset(read(model))
@@ -84,6 +77,11 @@ def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
                 put_definition(node, defined.opset_imports[""], names)
     infer_defined_types(defined)
     return write(defined, model)
+
+
+def _narrow_values(nodes: Iterable[onnx.NodeProto], low: set[str], opsets: dict[str, int]) -> set[str]:
+    """Return what nodes compute that do not take double."""
+    return {name for node in nodes if _is_narrow(node, low, opsets) for name in node.output if name}
 
 
 def _is_narrow(node: onnx.NodeProto, low: set[str], opsets: dict[str, int]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -121,17 +121,28 @@ def schemas_known() -> Iterator[None]:
 
 
 def with_schemas(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call a function of onnx while the schemas of ortgrad are registered.
+    """Call a function of onnx while the schemas of ortgrad are registered, if its arguments can need them.
 
     onnx calls `_infer` back. Its Python binding would turn a KeyboardInterrupt raised there into a TypeError,
     so the function is called on another thread.
     """
 
     def call() -> Result:
-        with forks_wait(), schemas_known():
+        # Registration takes half a millisecond, as long as onnx takes for a small model.
+        with forks_wait(), nullcontext() if _imports_no_domain_of_ours(*args) else schemas_known():
             return function(*args, **kwargs)
 
     return call_elsewhere(call)
+
+
+def _imports_no_domain_of_ours(first: Any, *_: Any) -> bool:
+    """Return whether the first argument is a model in which no node can have a schema of ortgrad."""
+    if not isinstance(first, onnx.ModelProto):
+        return False
+    domains = {operator.domain for operator in all_operators(internal=True)}
+    domains.update(schema.domain for schema in _forward)
+    parts = (first, *first.functions)
+    return not any(opset.domain in domains for part in parts for opset in part.opset_import)
 
 
 @functools.cache

@@ -198,6 +198,7 @@ def test_progress(
 
 def test_quick_kernels_start_no_process(compilation: Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setenv("ORTGRAD_COMPILE_PROCESSES", "2")
     monkeypatch.setattr(workers, "_start", lambda share: pytest.fail("a process is started"))
     monkeypatch.setattr(machine_code.cache, "has", lambda key: False)
     machine_code.compile_all(compilation.kernels)
