@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from ortgrad.compiled import instructions, processor
 from ortgrad.compiled.functions import TILE
+from ortgrad.compiled.instructions import instruction
 
-NAMES = ("spread", "convolve", "correlate", "add_up")
 _WORD = ir.IntType(64)
 _FUSED = ("contract",)
 # Positions of a convolution, and taps of a correlation, whose sums are in registers at the same time.
 _POSITIONS, _TAPS = 8, 9
 
 
-@intrinsic
-def spread(
-    _: Any, into: Any, base: Any, places: Any, first: Any, source: Any, start: Any, stride: Any
-) -> Any:
-    """Transpose a square of TILE numbers (see ortgrad.compiled.functions)."""
-    element = _element(source)
+@instruction
+def spread(context: Any, builder: Any, given: Any) -> None:
+    """Transpose a square of TILE numbers."""
+    element = given.source.element
 
     def write(function: Any) -> None:
         into, places, source, stride = function.args
@@ -34,38 +31,15 @@ def spread(
             _store(builder, row, into, builder.load(builder.gep(places, [_WORD(i)])))
         builder.ret_void()
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, table, given = (_data(context, builder, signature, arguments, i) for i in (0, 2, 4))
-        values = [
-            builder.gep(to, [arguments[1]]),
-            builder.gep(table, [arguments[3]]),
-            builder.gep(given, [arguments[5]]),
-            arguments[6],
-        ]
-        _call(builder, f"ortgrad_spread_{element}", values, write)
-        return context.get_dummy_value()
-
-    return types.void(into, base, places, first, source, start, stride), generate
+    square = given.source.at(given.start), given.stride
+    values = [given.into.at(given.base), given.places.at(given.first), *square]
+    _call(builder, f"ortgrad_spread_{element}", values, write)
 
 
-@intrinsic
-def convolve(
-    _: Any,
-    memory: Any,
-    sums: Any,
-    step: Any,
-    initial: Any,
-    initial_step: Any,
-    source: Any,
-    source_step: Any,
-    weights: Any,
-    starts: Any,
-    first: Any,
-    last: Any,
-    count: Any,
-) -> Any:
-    """Compute weighted sums for consecutive positions (see ortgrad.compiled.functions)."""
-    element = _element(memory)
+@instruction
+def convolve(context: Any, builder: Any, given: Any) -> None:
+    """Compute weighted sums for consecutive positions."""
+    element = given.memory.element
     most = min(_POSITIONS, _registers(element))
 
     def write(function: Any) -> None:
@@ -79,73 +53,52 @@ def convolve(
             ]
             steps = [pointers[i] for i in (1, 3, 5)]
             values = [*(each for pair in zip(moved, steps, strict=True) for each in pair), pointers[6]]
-            _call(builder, f"ortgrad_convolve_{element}_{size}", [*values, starts, terms], positions(size))
+            name, positions = f"ortgrad_convolve_{element}_{size}", functools.partial(_positions, size=size)
+            _call(builder, name, [*values, starts, terms], positions)
 
         _divide(builder, count, most, part)
         builder.ret_void()
 
-    def positions(size: int) -> Callable[[Any], None]:
-        def write(function: Any) -> None:
-            sums, step, initial, initial_step, source, source_step, weights, starts, terms = function.args
-            kind = ir.VectorType(element, TILE)
-            builder = ir.IRBuilder(function.append_basic_block("entry"))
-
-            def each(step: Any) -> list[Any]:
-                return [builder.mul(step, _WORD(i)) for i in range(size)]
-
-            rows = [builder.gep(source, [place]) for place in each(source_step)]
-            totals = [_load(builder, initial, place, kind) for place in each(initial_step)]
-
-            def add(term: Any, totals: Sequence[Any]) -> list[Any]:
-                start = builder.load(builder.gep(starts, [term]))
-                weight = _load(builder, weights, builder.mul(term, _WORD(TILE)), kind)
-                values = [_load(builder, row, start, kind) for row in rows]
-                return [_add(builder, *each, weight) for each in zip(totals, values, strict=True)]
-
-            totals = _loop(builder, terms, totals, add)
-            for total, place in zip(totals, each(step), strict=True):
-                _store(builder, total, sums, place)
-            builder.ret_void()
-
-        return write
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data, table = (_data(context, builder, signature, arguments, i) for i in (0, 8))
-        sums, step, initial, initial_step, source, source_step, weights = arguments[1:8]
-        first, last, count = arguments[9:]
-        values = [
-            *(builder.gep(data, [sums]), step, builder.gep(data, [initial]), initial_step),
-            *(builder.gep(data, [source]), source_step),
-            builder.gep(data, [builder.add(weights, builder.mul(first, _WORD(TILE)))]),
-            builder.gep(table, [first]),
-            builder.sub(last, first),
-            count,
-        ]
-        _call(builder, f"ortgrad_convolve_{element}", values, write)
-        return context.get_dummy_value()
-
-    numbers = (sums, step, initial, initial_step, source, source_step, weights)
-    return types.void(memory, *numbers, starts, first, last, count), generate
+    at = given.memory.at
+    values = [
+        *(at(given.sums), given.step, at(given.initial), given.initial_step),
+        *(at(given.source), given.source_step),
+        at(builder.add(given.weights, builder.mul(given.first, _WORD(TILE)))),
+        given.starts.at(given.first),
+        builder.sub(given.last, given.first),
+        given.count,
+    ]
+    _call(builder, f"ortgrad_convolve_{element}", values, write)
 
 
-@intrinsic
-def correlate(
-    _: Any,
-    memory: Any,
-    sums: Any,
-    values: Any,
-    pitch: Any,
-    source: Any,
-    source_pitch: Any,
-    source_step: Any,
-    starts: Any,
-    first: Any,
-    last: Any,
-    rows: Any,
-    count: Any,
-) -> Any:
-    """Add sums of products with the same values (see ortgrad.compiled.functions)."""
-    element = _element(memory)
+def _positions(function: Any, size: int) -> None:
+    """Write the function that computes the sums of some positions together."""
+    sums, step, initial, initial_step, source, source_step, weights, starts, terms = function.args
+    kind = ir.VectorType(sums.type.pointee, TILE)
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+
+    def each(step: Any) -> list[Any]:
+        return [builder.mul(step, _WORD(i)) for i in range(size)]
+
+    rows = [builder.gep(source, [place]) for place in each(source_step)]
+    totals = [_load(builder, initial, place, kind) for place in each(initial_step)]
+
+    def add(term: Any, totals: Sequence[Any]) -> list[Any]:
+        start = builder.load(builder.gep(starts, [term]))
+        weight = _load(builder, weights, builder.mul(term, _WORD(TILE)), kind)
+        values = [_load(builder, row, start, kind) for row in rows]
+        return [_add(builder, *each, weight) for each in zip(totals, values, strict=True)]
+
+    totals = _loop(builder, terms, totals, add)
+    for total, place in zip(totals, each(step), strict=True):
+        _store(builder, total, sums, place)
+    builder.ret_void()
+
+
+@instruction
+def correlate(context: Any, builder: Any, given: Any) -> None:
+    """Add sums of products with the same values."""
+    element = given.memory.element
     most = min(_TAPS, _registers(element))
 
     def write(function: Any) -> None:
@@ -155,92 +108,90 @@ def correlate(
         def part(size: int, done: Any) -> None:
             moved = builder.gep(sums, [builder.mul(done, _WORD(TILE))]), builder.gep(starts, [done])
             values = [moved[0], *others, moved[1], rows, count]
-            _call(builder, f"ortgrad_correlate_{element}_{size}", values, together(size))
+            name, together = f"ortgrad_correlate_{element}_{size}", functools.partial(_taps, size=size)
+            _call(builder, name, values, together)
 
         _divide(builder, taps, most, part)
         builder.ret_void()
 
-    def together(size: int) -> Callable[[Any], None]:
-        def write(function: Any) -> None:
-            sums, values, pitch, source, source_pitch, source_step, starts, rows, count = function.args
-            kind = ir.VectorType(element, TILE)
-            builder = ir.IRBuilder(function.append_basic_block("entry"))
-            taps = [builder.gep(source, [builder.load(builder.gep(starts, [_WORD(i)]))]) for i in range(size)]
-
-            def row(number: Any, totals: Sequence[Any]) -> list[Any]:
-                line = builder.gep(values, [builder.mul(number, pitch)])
-                own = [builder.gep(tap, [builder.mul(number, source_pitch)]) for tap in taps]
-
-                def add(k: Any, totals: Sequence[Any]) -> list[Any]:
-                    value = _load(builder, line, builder.mul(k, _WORD(TILE)), kind)
-                    place = builder.mul(k, source_step)
-                    factors = [_load(builder, tap, place, kind) for tap in own]
-                    return [_add(builder, *each, value) for each in zip(totals, factors, strict=True)]
-
-                return _loop(builder, count, totals, add)
-
-            totals = _loop(builder, rows, [ir.Constant(kind, None)] * size, row)
-            for i, total in enumerate(totals):
-                before = _load(builder, sums, _WORD(i * TILE), kind)
-                _store(builder, builder.fadd(before, total), sums, _WORD(i * TILE))
-            builder.ret_void()
-
-        return write
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data, table = (_data(context, builder, signature, arguments, i) for i in (0, 7))
-        sums, values, pitch, source, source_pitch, source_step = arguments[1:7]
-        first, last, rows, count = arguments[8:]
-        given = [
-            *(builder.gep(data, [sums]), builder.gep(data, [values]), pitch),
-            *(builder.gep(data, [source]), source_pitch, source_step),
-            *(builder.gep(table, [first]), builder.sub(last, first), rows, count),
-        ]
-        _call(builder, f"ortgrad_correlate_{element}", given, write)
-        return context.get_dummy_value()
-
-    numbers = (sums, values, pitch, source, source_pitch, source_step)
-    return types.void(memory, *numbers, starts, first, last, rows, count), generate
+    at = given.memory.at
+    values = [
+        *(at(given.sums), at(given.values), given.pitch),
+        *(at(given.source), given.source_pitch, given.source_step),
+        *(given.starts.at(given.first), builder.sub(given.last, given.first), given.rows, given.count),
+    ]
+    _call(builder, f"ortgrad_correlate_{element}", values, write)
 
 
-@intrinsic
-def add_up(_: Any, memory: Any, sums: Any, values: Any, pitch: Any, rows: Any, count: Any) -> Any:
-    """Compute sums in double precision (see ortgrad.compiled.functions)."""
-    element = _element(memory)
+def _taps(function: Any, size: int) -> None:
+    """Write the function that computes the sums of some taps together."""
+    sums, values, pitch, source, source_pitch, source_step, starts, rows, count = function.args
+    kind = ir.VectorType(sums.type.pointee, TILE)
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    taps = [builder.gep(source, [builder.load(builder.gep(starts, [_WORD(i)]))]) for i in range(size)]
+
+    def add(own: Sequence[Any], k: Any, value: Any, totals: Sequence[Any]) -> list[Any]:
+        place = builder.mul(k, source_step)
+        factors = [_load(builder, tap, place, kind) for tap in own]
+        return [_add(builder, *each, value) for each in zip(totals, factors, strict=True)]
+
+    def taps_of_row(number: Any) -> list[Any]:
+        return [builder.gep(tap, [builder.mul(number, source_pitch)]) for tap in taps]
+
+    zeros = [ir.Constant(kind, None)] * size
+    totals = _loop_over_vectors(builder, (values, pitch, rows, count), zeros, taps_of_row, add)
+    for i, total in enumerate(totals):
+        before = _load(builder, sums, _WORD(i * TILE), kind)
+        _store(builder, builder.fadd(before, total), sums, _WORD(i * TILE))
+    builder.ret_void()
+
+
+@instruction
+def add_up(context: Any, builder: Any, given: Any) -> None:
+    """Compute sums in double precision."""
+    element = given.memory.element
 
     def write(function: Any) -> None:
-        sums, values, pitch, rows, count = function.args
+        sums, *lines = function.args
         kind, wide = ir.VectorType(element, TILE), ir.VectorType(ir.DoubleType(), TILE)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
 
-        def row(number: Any, totals: Sequence[Any]) -> list[Any]:
-            line = builder.gep(values, [builder.mul(number, pitch)])
+        def add(_: Any, k: Any, value: Any, totals: Sequence[Any]) -> list[Any]:
+            return [builder.fadd(totals[0], value if kind == wide else builder.fpext(value, wide))]
 
-            def add(k: Any, totals: Sequence[Any]) -> list[Any]:
-                value = _load(builder, line, builder.mul(k, _WORD(TILE)), kind)
-                return [builder.fadd(totals[0], value if kind == wide else builder.fpext(value, wide))]
-
-            return _loop(builder, count, totals, add)
-
-        total = _loop(builder, rows, [ir.Constant(wide, None)], row)[0]
+        (total,) = _loop_over_vectors(builder, lines, [ir.Constant(wide, None)], lambda number: None, add)
         _store(builder, total if kind == wide else builder.fptrunc(total, kind), sums, _WORD(0))
         builder.ret_void()
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = _data(context, builder, signature, arguments, 0)
-        places = [builder.gep(data, [place]) for place in arguments[1:3]]
-        _call(builder, f"ortgrad_add_up_{element}", [*places, *arguments[3:]], write)
-        return context.get_dummy_value()
-
-    return types.void(memory, sums, values, pitch, rows, count), generate
+    values = [*map(given.memory.at, (given.sums, given.values)), given.pitch, given.rows, given.count]
+    _call(builder, f"ortgrad_add_up_{element}", values, write)
 
 
-def _element(array: Any) -> Any:
-    return ir.DoubleType() if array.dtype == types.float64 else ir.FloatType()
+def _loop_over_vectors(
+    builder: Any,
+    lines: Sequence[Any],
+    totals: Sequence[Any],
+    prepare: Callable[[Any], Any],
+    add: Callable[[Any, Any, Any, Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """Write loops over the vectors of rows: `lines` are the first one, the pitch, and the counts of both.
 
+    `prepare` takes the number of a row; `add` takes its result, the number of a vector in the row, the vector
+    and the totals, and returns new ones.
+    """
+    values, pitch, rows, count = lines
+    kind = ir.VectorType(values.type.pointee, TILE)
 
-def _data(context: Any, builder: Any, signature: Any, arguments: Any, i: int) -> Any:
-    return context.make_array(signature.args[i])(context, builder, value=arguments[i]).data
+    def row(number: Any, totals: Sequence[Any]) -> list[Any]:
+        line, own = builder.gep(values, [builder.mul(number, pitch)]), prepare(number)
+
+        def vector(k: Any, totals: Sequence[Any]) -> list[Any]:
+            value = _load(builder, line, builder.mul(k, _WORD(TILE)), kind)
+            return add(own, k, value, totals)
+
+        return _loop(builder, count, totals, vector)
+
+    return _loop(builder, rows, totals, row)
 
 
 def _registers(element: Any) -> int:

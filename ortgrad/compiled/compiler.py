@@ -33,6 +33,8 @@ from ortgrad.compiled.source import Function, Source, functions_of
 from ortgrad.errors import RegistrationError
 
 _WORD = types.int64
+# The modules of instructions for arrays, which add to `instructions.INSTRUCTIONS`.
+_FAMILIES = (channels, panels, products, rows, squares, transforms)
 # Results with NaN and infinities must be those of the NumPy kernels, so only these liberties are allowed:
 # to fuse multiplications and additions, and, in sums, to add in another order.
 _FUSE, _REORDER = frozenset({"contract"}), frozenset({"contract", "reassoc", "nsz"})
@@ -138,13 +140,11 @@ def _compile_function(function: Function, element: str, flags: frozenset[str], c
     real = np.dtype(element).type
     names: dict[str, Any] = {name: _typed(value, real) for name, value in function.numbers}
     names.update({name: getattr(instructions, name, None) for name in PRIMITIVES})
-    for module in (channels, panels, products, rows, squares, transforms):
-        for name in module.NAMES:
-            # Instructions address memory themselves; only in Python can their indices be checked.
-            plain = njit(boundscheck=True)(PRIMITIVES[name]) if checked else None
-            names[name] = plain or getattr(module, name)
+    names.update(instructions.INSTRUCTIONS)
     if checked:
-        names.update({name: njit(boundscheck=True)(PRIMITIVES[name]) for name in ("fetch", "put")})
+        # Instructions address memory themselves; only in Python can their indices be checked.
+        for name in ("fetch", "put", *instructions.INSTRUCTIONS):
+            names[name] = njit(boundscheck=True)(PRIMITIVES[name])
     names.update(
         Element=getattr(numba, element),
         allocate=instructions.allocator(element),

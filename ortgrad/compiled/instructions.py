@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -12,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from ortgrad.compiled import processor
+from ortgrad.compiled import functions, libraries, processor
 from ortgrad.compiled.functions import SUMS
 from ortgrad.compiled.layout import ITEM_SIZES
 from ortgrad.compiled.libraries import inner
@@ -217,89 +220,81 @@ def view_of(dtype: str) -> Any:
     return view
 
 
-@intrinsic
-def rint(_: Any, x: Any) -> Any:
-    """Return the nearest integer as a floating-point number."""
+def _of_numbers(write: Callable[..., Any]) -> Any:
+    """Make an instruction whose arguments and result are numbers of one type, of what writes its code."""
+    builder, *parameters = inspect.signature(write).parameters.values()
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        function = builder.module.declare_intrinsic("llvm.rint", [value.type])
-        return builder.call(function, [value])
+    def definition(_: Any, *kinds: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return write(builder, *arguments)
 
-    return x(x), generate
+        return kinds[0](*[kinds[0]] * len(kinds)), generate
 
-
-def _bits_of(number: Any) -> tuple[int, int, int]:
-    """Return the size of a type of numbers in bits, the bias of the exponent and the size of the fraction."""
-    return (64, 1023, 52) if number == types.float64 else (32, 127, 23)
+    return _intrinsic(definition, write.__name__, [builder, *parameters])
 
 
-@intrinsic
-def power_of_two(_: Any, n: Any) -> Any:
-    """Return 2**n for an integral floating-point number n: it becomes the exponent of the result."""
-    bits, bias, size = _bits_of(n)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        integer = ir.IntType(bits)
-        exponent = builder.add(builder.fptosi(value, integer), integer(bias))
-        return builder.bitcast(builder.shl(exponent, integer(size)), value.type)
-
-    return n(n), generate
+def _intrinsic(definition: Callable[..., Any], name: str, parameters: list[inspect.Parameter]) -> Any:
+    """Return an intrinsic whose definition takes any arguments, with a name and parameters for Numba."""
+    definition.__name__ = name
+    definition.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(definition)
 
 
-@intrinsic
-def times_power(_: Any, x: Any, t: Any) -> Any:
-    """Return x * 2**n for the integer n in the lowest bits of t: it is added to the exponent."""
-    bits, _, size = _bits_of(x)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        integer = ir.IntType(bits)
-        value, power = (builder.bitcast(argument, integer) for argument in arguments)
-        total = builder.add(value, builder.shl(power, integer(size)))
-        return builder.bitcast(total, arguments[0].type)
-
-    return x(x, t), generate
+@_of_numbers
+def rint(builder: Any, x: Any) -> Any:
+    """The nearest integer as a floating-point number."""
+    return builder.call(builder.module.declare_intrinsic("llvm.rint", [x.type]), [x])
 
 
-@intrinsic
-def exponent(_: Any, x: Any) -> Any:
-    """Return the exponent of a positive normal number, as a floating-point number."""
-    bits, bias, size = _bits_of(x)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        integer = ir.IntType(bits)
-        biased = builder.lshr(builder.bitcast(value, integer), integer(size))
-        return builder.sitofp(builder.sub(biased, integer(bias)), value.type)
-
-    return x(x), generate
+def _bits_of(kind: Any) -> tuple[Any, int, int]:
+    """Return the integers of the size of a number, the bias of its exponent and the size of its fraction."""
+    if isinstance(kind, ir.DoubleType):
+        return _WORD, 1023, 52
+    return _HALF, 127, 23
 
 
-@intrinsic
-def fraction(_: Any, x: Any) -> Any:
-    """Return a positive normal number with the exponent of 1."""
-    bits, bias, size = _bits_of(x)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        integer = ir.IntType(bits)
-        low = builder.and_(builder.bitcast(value, integer), integer((1 << size) - 1))
-        return builder.bitcast(builder.or_(low, integer(bias << size)), value.type)
-
-    return x(x), generate
+@_of_numbers
+def power_of_two(builder: Any, n: Any) -> Any:
+    """2**n for an integral floating-point number n: it becomes the exponent of the result."""
+    integer, bias, size = _bits_of(n.type)
+    exponent = builder.add(builder.fptosi(n, integer), integer(bias))
+    return builder.bitcast(builder.shl(exponent, integer(size)), n.type)
 
 
-@intrinsic
-def sqrt(_: Any, x: Any) -> Any:
-    """Return the square root."""
+@_of_numbers
+def times_power(builder: Any, x: Any, t: Any) -> Any:
+    """x * 2**n for the integer n in the lowest bits of t: it is added to the exponent."""
+    integer, _, size = _bits_of(x.type)
+    value, power = (builder.bitcast(number, integer) for number in (x, t))
+    return builder.bitcast(builder.add(value, builder.shl(power, integer(size))), x.type)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        function = builder.module.declare_intrinsic("llvm.sqrt", [value.type])
-        return builder.call(function, [value])
 
-    return x(x), generate
+@_of_numbers
+def exponent(builder: Any, x: Any) -> Any:
+    """The exponent of a positive normal number, as a floating-point number."""
+    integer, bias, size = _bits_of(x.type)
+    biased = builder.lshr(builder.bitcast(x, integer), integer(size))
+    return builder.sitofp(builder.sub(biased, integer(bias)), x.type)
+
+
+@_of_numbers
+def fraction(builder: Any, x: Any) -> Any:
+    """A positive normal number with the exponent of 1."""
+    integer, bias, size = _bits_of(x.type)
+    low = builder.and_(builder.bitcast(x, integer), integer((1 << size) - 1))
+    return builder.bitcast(builder.or_(low, integer(bias << size)), x.type)
+
+
+@_of_numbers
+def sqrt(builder: Any, x: Any) -> Any:
+    """The square root."""
+    return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [x.type]), [x])
+
+
+@_of_numbers
+def accumulate(builder: Any, total: Any, x: Any) -> Any:
+    """total + x, a sum whose terms may change places."""
+    return builder.fadd(total, x, flags=("reassoc", "nsz", "contract"))
 
 
 def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
@@ -379,16 +374,6 @@ def double(_: Any, x: Any) -> Any:
         return context.cast(builder, arguments[0], signature.args[0], types.float64)
 
     return types.float64(x), generate
-
-
-@intrinsic
-def accumulate(_: Any, total: Any, x: Any) -> Any:
-    """Return total + x, a sum whose terms may change places."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fadd(*arguments, flags=("reassoc", "nsz", "contract"))
-
-    return total(total, total), generate
 
 
 @intrinsic
@@ -512,6 +497,71 @@ def allocator(dtype: str) -> Any:
 def release(array: Any) -> None:
     """Release the memory of an array that was allocated."""
     _release(array.ctypes.data)
+
+
+class Array:
+    """An array that an instruction is given."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        array = context.make_array(kind)(context, builder, value=value)
+        self._builder = builder
+        # The address of the first element, and the number of elements.
+        self.data, self.length = array.data, builder.extract_value(array.shape, 0)
+        self.bits = kind.dtype.bitwidth
+        self.element = ir.DoubleType() if kind.dtype == types.float64 else ir.FloatType()
+
+    def at(self, place: Any) -> Any:
+        """Return the address of an element."""
+        return self._builder.gep(self.data, [place])
+
+
+# Instructions for arrays, by their names. Other modules add to them.
+INSTRUCTIONS: dict[str, Any] = {}
+
+
+def instruction(write: Callable[[Any, Any, Any], None]) -> Any:
+    """Make an instruction of what writes its code, a function of the context, the builder and the arguments.
+
+    It has the parameters of the function of the same name in ortgrad.compiled.functions. The arguments are
+    found by these names: arrays as Array, other numbers as integers of 64 bits, and the fields of a bundle by
+    their names.
+    """
+    plain = functions.PRIMITIVES[write.__name__]
+    parameters = list(inspect.signature(plain).parameters.values())
+
+    def definition(_: Any, *kinds: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            values = [
+                _operand(context, builder, kind, value)
+                for kind, value in zip(signature.args, arguments, strict=True)
+            ]
+            names = [parameter.name for parameter in parameters]
+            write(context, builder, SimpleNamespace(**dict(zip(names, values, strict=True))))
+            return context.get_dummy_value()
+
+        return types.void(*(WORD if isinstance(kind, types.Number) else kind for kind in kinds)), generate
+
+    first = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    made = INSTRUCTIONS[write.__name__] = _intrinsic(definition, write.__name__, [first, *parameters])
+    return made
+
+
+def _operand(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.Array):
+        return Array(context, builder, kind, value)
+    if isinstance(kind, types.BaseNamedTuple):
+        values = zip(kind, cgutils.unpack_tuple(builder, value), strict=True)
+        fields = [_operand(context, builder, *each) for each in values]
+        return SimpleNamespace(**dict(zip(kind.fields, fields, strict=True)))
+    return context.cast(builder, value, kind, WORD)
+
+
+def call_written(
+    context: Any, builder: Any, name: str, values: Sequence[Any], body: Callable[[Any], None]
+) -> None:
+    """Call a function that `body` writes if there is none of this name yet (see libraries.write)."""
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    builder.call(libraries.write(context, builder, name, kind, body), values)
 
 
 def lanes(bits: int) -> int:

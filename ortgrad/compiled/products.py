@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions, libraries, processor
+from ortgrad.compiled import instructions, processor
 from ortgrad.compiled.functions import TILE, TILE_ROWS
+from ortgrad.compiled.instructions import call_written, instruction
 
 _WORD = ir.IntType(64)
 _FUSED = ("contract",)
 # Places among the arguments of a tile.
 _SUMS, _RIGHT = 0, 7
-NAMES = frozenset(["add_products", "transpose", "clear", "copy_elements", "copy_vector", "prefetch"])
 
 
 def _vectors() -> int:
@@ -24,56 +23,16 @@ def _vectors() -> int:
     return 4 if processor.has_many_registers() else 2
 
 
-@intrinsic
-def add_products(
-    _: Any,
-    sums: Any,
-    pitch: Any,
-    left: Any,
-    starts: Any,
-    rows: Any,
-    shifts: Any,
-    steps: Any,
-    right: Any,
-    bases: Any,
-    places: Any,
-    columns: Any,
-    fresh: Any,
-) -> Any:
-    """Add products to a tile of sums (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if left.dtype == types.float64 else ir.FloatType()
-    parameters = (sums, pitch, left, starts, rows, shifts, steps, right, bases, places, columns, fresh)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def array(i: int) -> Any:
-            return context.make_array(signature.args[i])(context, builder, value=arguments[i])
-
-        def count(i: int) -> Any:
-            return builder.extract_value(array(i).shape, 0)
-
-        given = [
-            array(0).data,
-            arguments[1],
-            array(2).data,
-            array(3).data,
-            array(5).data,
-            count(5),
-            array(6).data,
-            array(7).data,
-            array(8).data,
-            array(9).data,
-            count(9),
-            builder.zext(arguments[11], _WORD),
-            arguments[4],
-            arguments[10],
-        ]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
-        name = f"ortgrad_products_{element}"
-        function = libraries.write(context, builder, name, kind, lambda function: _tiles(function, element))
-        builder.call(function, given)
-        return context.get_dummy_value()
-
-    return types.void(*parameters), generate
+@instruction
+def add_products(context: Any, builder: Any, given: Any) -> None:
+    """Add products to a tile of sums."""
+    element = given.left.element
+    arrays = given.sums.data, given.pitch, given.left.data, given.starts.data
+    tables = given.shifts.data, given.shifts.length, given.steps.data
+    factors = given.right.data, given.bases.data, given.places.data, given.places.length
+    values = [*arrays, *tables, *factors, given.fresh, given.rows, given.columns]
+    write = functools.partial(_tiles, element=element)
+    call_written(context, builder, f"ortgrad_products_{element}", values, write)
 
 
 def _tiles(function: Any, element: Any) -> None:
@@ -185,26 +144,13 @@ def _tile(module: Any, element: Any, lanes: int, rows: int, vectors: int) -> Any
     return function
 
 
-@intrinsic
-def transpose(_: Any, into: Any, place: Any, pitch: Any, source: Any, start: Any, stride: Any) -> Any:
-    """Transpose a square of TILE numbers (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if source.dtype == types.float64 else ir.FloatType()
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, given = (
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data for i in (0, 3)
-        )
-        places = [builder.gep(to, [arguments[1]]), arguments[2]]
-        places += [builder.gep(given, [arguments[4]]), arguments[5]]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in places])
-        name = f"ortgrad_transpose_{element}"
-        function = libraries.write(
-            context, builder, name, kind, lambda function: _transposition(function, element)
-        )
-        builder.call(function, places)
-        return context.get_dummy_value()
-
-    return types.void(into, place, pitch, source, start, stride), generate
+@instruction
+def transpose(context: Any, builder: Any, given: Any) -> None:
+    """Transpose a square of TILE numbers."""
+    element = given.source.element
+    values = [given.into.at(given.place), given.pitch, given.source.at(given.start), given.stride]
+    write = functools.partial(_transposition, element=element)
+    call_written(context, builder, f"ortgrad_transpose_{element}", values, write)
 
 
 def _transposition(function: Any, element: Any) -> None:
@@ -220,64 +166,34 @@ def _transposition(function: Any, element: Any) -> None:
     builder.ret_void()
 
 
-@intrinsic
-def clear(_: Any, array: Any, place: Any, count: Any) -> Any:
-    """Set elements to zero (see ortgrad.compiled.functions)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
-        size = builder.mul(arguments[2], _WORD(array.dtype.bitwidth // 8))
-        cgutils.memset(builder, builder.gep(data, [arguments[1]]), size, 0)
-        return context.get_dummy_value()
-
-    return types.void(array, place, count), generate
+@instruction
+def clear(context: Any, builder: Any, given: Any) -> None:
+    """Set elements to zero."""
+    size = builder.mul(given.count, _WORD(given.array.bits // 8))
+    cgutils.memset(builder, given.array.at(given.place), size, 0)
 
 
-@intrinsic
-def copy_elements(_: Any, into: Any, place: Any, source: Any, start: Any, count: Any) -> Any:
-    """Copy elements (see ortgrad.compiled.functions)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, given = (
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data for i in (0, 2)
-        )
-        target, values = builder.gep(to, [arguments[1]]), builder.gep(given, [arguments[3]])
-        cgutils.raw_memcpy(builder, target, values, arguments[4], source.dtype.bitwidth // 8)
-        return context.get_dummy_value()
-
-    return types.void(into, place, source, start, count), generate
+@instruction
+def copy_elements(context: Any, builder: Any, given: Any) -> None:
+    """Copy elements."""
+    target, values = given.into.at(given.place), given.source.at(given.start)
+    cgutils.raw_memcpy(builder, target, values, given.count, given.source.bits // 8)
 
 
-@intrinsic
-def copy_vector(_: Any, into: Any, place: Any, source: Any, start: Any) -> Any:
-    """Copy TILE numbers (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if source.dtype == types.float64 else ir.FloatType()
-    kind, align = ir.VectorType(element, TILE), source.dtype.bitwidth // 8
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, given = (
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data for i in (0, 2)
-        )
-        value = instructions.load_vector(builder, builder.gep(given, [arguments[3]]), 0, kind, align)
-        target = builder.bitcast(builder.gep(to, [arguments[1]]), kind.as_pointer())
-        builder.store(value, target, align=align)
-        return context.get_dummy_value()
-
-    return types.void(into, place, source, start), generate
+@instruction
+def copy_vector(context: Any, builder: Any, given: Any) -> None:
+    """Copy TILE numbers."""
+    kind, align = ir.VectorType(given.source.element, TILE), given.source.bits // 8
+    value = instructions.load_vector(builder, given.source.at(given.start), 0, kind, align)
+    builder.store(value, builder.bitcast(given.into.at(given.place), kind.as_pointer()), align=align)
 
 
-@intrinsic
-def prefetch(_: Any, array: Any, place: Any) -> Any:
-    """Begin to load an element (see ortgrad.compiled.functions)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
-        address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        # To read, into all caches, data.
-        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), address)
-        builder.call(function, [pointer, number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, place), generate
+@instruction
+def prefetch(context: Any, builder: Any, given: Any) -> None:
+    """Begin to load an element."""
+    address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [address, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    # To read, into all caches, data.
+    pointer = builder.bitcast(given.array.at(given.place), address)
+    builder.call(function, [pointer, number(0), number(3), number(1)])

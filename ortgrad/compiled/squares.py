@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions, libraries
+from ortgrad.compiled import instructions
+from ortgrad.compiled.instructions import call_written, instruction
 
-NAMES = ("pool_squares",)
 _WORD, _PLACE = ir.IntType(64), ir.IntType(32)
 # How many squares are compared at once, where there are so many.
 _SIZES = (16, 8, 4, 1)
 
 
-@intrinsic
-def pool_squares(
-    _: Any,
-    values: Any,
-    above: Any,
-    below: Any,
-    largest: Any,
-    indices: Any,
-    place: Any,
-    count: Any,
-    origin: Any,
-    width: Any,
-) -> Any:
-    """Write the largest elements of squares, and where they are (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if values.dtype == types.float64 else ir.FloatType()
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, into, places = (
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data
-            for i in (0, 3, 4)
-        )
-        given = [
-            *(builder.gep(source, [arguments[i]]) for i in (1, 2)),
-            *(builder.gep(array, [arguments[5]]) for array in (into, places)),
-            *arguments[6:],
-        ]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
-        name = f"ortgrad_squares_{element}"
-        function = libraries.write(context, builder, name, kind, lambda function: _rows(function, element))
-        builder.call(function, given)
-        return context.get_dummy_value()
-
-    numbers = (place, count, origin, width)
-    return types.void(values, above, below, largest, indices, *numbers), generate
+@instruction
+def pool_squares(context: Any, builder: Any, given: Any) -> None:
+    """Write the largest elements of squares, and where they are."""
+    element = given.values.element
+    rows = given.values.at(given.above), given.values.at(given.below)
+    results = given.largest.at(given.place), given.indices.at(given.place)
+    values = [*rows, *results, given.count, given.origin, given.width]
+    write = functools.partial(_rows, element=element)
+    call_written(context, builder, f"ortgrad_squares_{element}", values, write)
 
 
 def _rows(function: Any, element: Any) -> None:

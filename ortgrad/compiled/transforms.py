@@ -6,57 +6,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from ortgrad.compiled import instructions, libraries
+from ortgrad.compiled import instructions
 from ortgrad.compiled.functions import TILE, TRANSFORM_SIZES, TRANSFORMS
+from ortgrad.compiled.instructions import call_written, instruction
 
-NAMES = frozenset(["transform"])
 _WORD = ir.IntType(64)
 
 
-@intrinsic
-def transform(
-    _: Any,
-    kind: Any,
-    into: Any,
-    place: Any,
-    into_row: Any,
-    into_column: Any,
-    source: Any,
-    start: Any,
-    row: Any,
-    column: Any,
-    count: Any,
-) -> Any:
-    """Transform squares of vectors (see ortgrad.compiled.functions)."""
-    element = ir.DoubleType() if source.dtype == types.float64 else ir.FloatType()
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, given = (
-            context.make_array(signature.args[i])(context, builder, value=arguments[i]).data for i in (1, 5)
-        )
-        values = [
-            *(builder.gep(to, [arguments[2]]), arguments[3], arguments[4]),
-            *(builder.gep(given, [arguments[6]]), arguments[7], arguments[8], arguments[9]),
-        ]
-        signature_of_all = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        done = builder.append_basic_block("transformed")
-        switch = builder.switch(arguments[0], done)
-        for number in range(len(TRANSFORMS)):
-            name = f"ortgrad_transform_{element}_{number}"
-            function = libraries.write(context, builder, name, signature_of_all, _writer(number, element))
-            case = builder.append_basic_block("transform")
-            switch.add_case(_WORD(number), case)
-            builder.position_at_end(case)
-            builder.call(function, values)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    places = (place, into_row, into_column)
-    return types.void(kind, into, *places, source, start, row, column, count), generate
+@instruction
+def transform(context: Any, builder: Any, given: Any) -> None:
+    """Transform squares of vectors."""
+    element = given.source.element
+    values = [
+        *(given.into.at(given.place), given.into_row, given.into_column),
+        *(given.source.at(given.start), given.row, given.column, given.count),
+    ]
+    done = builder.append_basic_block("transformed")
+    switch = builder.switch(given.kind, done)
+    for number in range(len(TRANSFORMS)):
+        case = builder.append_basic_block("transform")
+        switch.add_case(_WORD(number), case)
+        builder.position_at_end(case)
+        name = f"ortgrad_transform_{element}_{number}"
+        call_written(context, builder, name, values, _writer(number, element))
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def _writer(number: int, element: Any) -> Callable[[Any], None]:
