@@ -61,11 +61,11 @@ def convolve(context: Any, builder: Any, given: Any) -> None:
 
     at = given.memory.at
     values = [
-        *(at(given.sums), given.step, at(given.initial), given.initial_step),
-        *(at(given.source), given.source_step),
-        at(builder.add(given.weights, builder.mul(given.first, _WORD(TILE)))),
-        given.starts.at(given.first),
-        builder.sub(given.last, given.first),
+        *(at(given.sums.place), given.sums.step, at(given.initial.place), given.initial.step),
+        *(at(given.source.place), given.source.step),
+        at(builder.add(given.weights, builder.mul(given.taps.first, _WORD(TILE)))),
+        given.taps.starts.at(given.taps.first),
+        builder.sub(given.taps.last, given.taps.first),
         given.count,
     ]
     _call(builder, f"ortgrad_convolve_{element}", values, write)
@@ -114,11 +114,11 @@ def correlate(context: Any, builder: Any, given: Any) -> None:
         _divide(builder, taps, most, part)
         builder.ret_void()
 
-    at = given.memory.at
+    at, taps = given.memory.at, given.taps
     values = [
-        *(at(given.sums), at(given.values), given.pitch),
-        *(at(given.source), given.source_pitch, given.source_step),
-        *(given.starts.at(given.first), builder.sub(given.last, given.first), given.rows, given.count),
+        *(at(given.sums), at(given.values.place), given.values.step),
+        *(at(given.source.place), given.source.pitch, given.source.step),
+        *(taps.starts.at(taps.first), builder.sub(taps.last, taps.first), given.rows, given.count),
     ]
     _call(builder, f"ortgrad_correlate_{element}", values, write)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,33 +88,41 @@ def release(array: np.ndarray) -> None:
     """Release an array that was allocated."""
 
 
+class Rows(NamedTuple):
+    """The left factor of `add_products`: values[starts[i] + shifts[g] + steps[k]]."""
+
+    values: np.ndarray
+    starts: np.ndarray
+    shifts: np.ndarray
+    steps: np.ndarray
+
+
+class Columns(NamedTuple):
+    """The right factor of `add_products`: values[bases[g] + places[k] + j]."""
+
+    values: np.ndarray
+    bases: np.ndarray
+    places: np.ndarray
+
+
 def add_products(
-    sums: np.ndarray,
-    pitch: int,
-    left: np.ndarray,
-    starts: np.ndarray,
-    rows: int,
-    shifts: np.ndarray,
-    steps: np.ndarray,
-    right: np.ndarray,
-    bases: np.ndarray,
-    places: np.ndarray,
-    columns: int,
-    fresh: bool,
+    sums: np.ndarray, pitch: int, left: Rows, rows: int, right: Columns, columns: int, fresh: bool
 ) -> None:
     """Compute a tile of sums of products in registers, and add it to `sums`, or, if `fresh`, write it there.
 
     sums[i * pitch + j] = sum over g and k of
-        left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
+        left.values[left.starts[i] + left.shifts[g] + left.steps[k]]
+        * right.values[right.bases[g] + right.places[k] + j]
 
     for i < rows <= TILE_ROWS, and j < columns, a multiple of TILE.
     """
     for i in range(rows):
         for j in range(columns):
-            total = left[0] * 0
-            for g in range(len(shifts)):
-                for k in range(len(steps)):
-                    total += left[starts[i] + shifts[g] + steps[k]] * right[bases[g] + places[k] + j]
+            total = left.values[0] * 0
+            for g in range(len(left.shifts)):
+                for k in range(len(left.steps)):
+                    factor = left.values[left.starts[i] + left.shifts[g] + left.steps[k]]
+                    total += factor * right.values[right.bases[g] + right.places[k] + j]
             if not fresh:
                 total += sums[i * pitch + j]
             sums[i * pitch + j] = total
@@ -149,20 +157,20 @@ def prefetch(array: np.ndarray, place: int) -> None:
     """Begin to load an element, and those beside it, into the cache. It need not exist."""
 
 
+class Factor(NamedTuple):
+    """The left factor of `multiply_panel`: values[i * stride + t * step] in row i and column t."""
+
+    values: np.ndarray
+    stride: int
+    step: int
+
+
 def multiply_panel(
-    sums: np.ndarray,
-    stride: int,
-    left: np.ndarray,
-    left_stride: int,
-    left_step: int,
-    panel: np.ndarray,
-    terms: int,
-    rows: int,
-    add: int,
+    sums: np.ndarray, stride: int, left: Factor, panel: np.ndarray, terms: int, rows: int, add: int
 ) -> None:
     """Multiply rows with a panel, a matrix with PANEL columns, in registers.
 
-    sums[i * stride + k] = sum over t of left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+    sums[i * stride + k] = sum over t of left.values[i * left.stride + t * left.step] * panel[t * PANEL + k]
 
     If `add` is not 0, this is added to what is there.
     """
@@ -170,7 +178,7 @@ def multiply_panel(
         for k in range(PANEL):
             total = panel.dtype.type(0)
             for t in range(terms):
-                total += left[i * left_stride + t * left_step] * panel[t * PANEL + k]
+                total += left.values[i * left.stride + t * left.step] * panel[t * PANEL + k]
             if add:
                 total += sums[i * stride + k]
             sums[i * stride + k] = total
@@ -197,63 +205,64 @@ def spread(
             into[base + places[first + i] + k] = source[start + k * stride + i]
 
 
+class Line(NamedTuple):
+    """Vectors in memory: where the first one is, and the distance from one to the next."""
+
+    place: int
+    step: int
+
+
+class Plane(NamedTuple):
+    """Rows of vectors in memory: where the first vector is, and the distances of rows and of vectors."""
+
+    place: int
+    pitch: int
+    step: int
+
+
+class Taps(NamedTuple):
+    """Taps of a kernel, from first to last, and how far from the source they see."""
+
+    starts: np.ndarray
+    first: int
+    last: int
+
+
 def convolve(
-    memory: np.ndarray,
-    sums: int,
-    step: int,
-    initial: int,
-    initial_step: int,
-    source: int,
-    source_step: int,
-    weights: int,
-    starts: np.ndarray,
-    first: int,
-    last: int,
-    count: int,
+    memory: np.ndarray, sums: Line, initial: Line, source: Line, weights: int, taps: Taps, count: int
 ) -> None:
     """Compute weighted sums of vectors of TILE numbers in registers, for consecutive positions.
 
-    For k < count, the vector at sums + k * step is that at initial + k * initial_step and the sum, over t
-    from first to last, of the products of that at weights + t * TILE and that at
-    source + starts[t] + k * source_step.
+    For k < count, vector k of `sums` becomes that of `initial` plus the sum, over the taps t, of products of
+    the vector at weights + t * TILE and the one that is taps.starts[t] behind vector k of `source`.
     """
     for k in range(count):
         for i in range(TILE):
-            total = memory[initial + k * initial_step + i]
-            for t in range(first, last):
-                value = memory[source + starts[t] + k * source_step + i]
+            total = memory[initial.place + k * initial.step + i]
+            for t in range(taps.first, taps.last):
+                value = memory[source.place + taps.starts[t] + k * source.step + i]
                 total += memory[weights + t * TILE + i] * value
-            memory[sums + k * step + i] = total
+            memory[sums.place + k * sums.step + i] = total
 
 
 def correlate(
-    memory: np.ndarray,
-    sums: int,
-    values: int,
-    pitch: int,
-    source: int,
-    source_pitch: int,
-    source_step: int,
-    starts: np.ndarray,
-    first: int,
-    last: int,
-    rows: int,
-    count: int,
+    memory: np.ndarray, sums: int, values: Line, source: Plane, taps: Taps, rows: int, count: int
 ) -> None:
     """Compute sums of products of vectors of TILE numbers in registers, and add them to what is there.
 
-    For t from first to last, what is added to the vector at sums + (t - first) * TILE is the sum, over
-    row < rows and k < count, of the products of that at values + row * pitch + k * TILE and that at
-    source + row * source_pitch + starts[t] + k * source_step.
+    For each tap t, the sum over row < rows and k < count of products is added to the vector at
+    sums + (t - taps.first) * TILE. The factors are the vector at values.place + row * values.step + k * TILE,
+    and the one that is taps.starts[t] behind vector k of the row of `source`.
     """
-    for t in range(first, last):
+    for t in range(taps.first, taps.last):
         for i in range(TILE):
-            total = memory[values] * 0
+            total = memory[values.place] * 0
             for row in range(rows):
                 for k in range(count):
-                    factor = memory[source + row * source_pitch + starts[t] + k * source_step + i]
-                    total += memory[values + row * pitch + k * TILE + i] * factor
-            memory[sums + (t - first) * TILE + i] += total
+                    place = source.place + row * source.pitch + k * source.step
+                    factor = memory[place + taps.starts[t] + i]
+                    total += memory[values.place + row * values.step + k * TILE + i] * factor
+            memory[sums + (t - taps.first) * TILE + i] += total
 
 
 def add_up(memory: np.ndarray, sums: int, values: int, pitch: int, rows: int, count: int) -> None:
@@ -269,34 +278,32 @@ def add_up(memory: np.ndarray, sums: int, values: int, pitch: int, rows: int, co
         memory[sums + i] = total
 
 
-def transform(
-    kind: int,
-    into: np.ndarray,
-    place: int,
-    into_row: int,
-    into_column: int,
-    source: np.ndarray,
-    start: int,
-    row: int,
-    column: int,
-    count: int,
-) -> None:
+class Square(NamedTuple):
+    """A square of vectors: the one in row i and column k begins at place + i * row + k * column."""
+
+    values: np.ndarray
+    place: int
+    row: int
+    column: int
+
+
+def transform(kind: int, into: Square, source: Square, count: int) -> None:
     """Multiply a square of vectors with a matrix of TRANSFORMS from the left, its transpose from the right.
 
-    The vectors have `count` times TILE numbers. That in row i and column k of the square is at
-    source + i * row + k * column, and that of the result at into + i * into_row + k * into_column.
+    The vectors have `count` times TILE numbers.
     """
     results, given = TRANSFORM_SIZES[kind]
     for lane in range(count * TILE):
         for i in range(results):
             for k in range(results):
-                total = source[start] * 0
+                total = source.values[source.place] * 0
                 for a in range(given):
                     for b in range(given):
                         factor = TRANSFORMS[kind][i][a] * TRANSFORMS[kind][k][b]
                         if factor != 0:
-                            total += factor * source[start + a * row + b * column + lane]
-                into[place + i * into_row + k * into_column + lane] = total
+                            at = source.place + a * source.row + b * source.column
+                            total += factor * source.values[at + lane]
+                into.values[into.place + i * into.row + k * into.column + lane] = total
 
 
 def subrecord(record: np.ndarray, start: int, size: int) -> np.ndarray:
@@ -304,16 +311,16 @@ def subrecord(record: np.ndarray, start: int, size: int) -> np.ndarray:
     return record[start : start + size]
 
 
+class Pooled(NamedTuple):
+    """The results of `pool_squares`, and where they begin."""
+
+    largest: np.ndarray
+    indices: np.ndarray
+    place: int
+
+
 def pool_squares(
-    values: np.ndarray,
-    above: int,
-    below: int,
-    largest: np.ndarray,
-    indices: np.ndarray,
-    place: int,
-    count: int,
-    origin: int,
-    width: int,
+    values: np.ndarray, above: int, below: int, into: Pooled, count: int, origin: int, width: int
 ) -> None:
     """Write the largest of two by two elements of two rows, and where it is.
 
@@ -329,8 +336,8 @@ def pool_squares(
             best, index = values[below + 2 * k], width
         if values[below + 2 * k + 1] > best:
             best, index = values[below + 2 * k + 1], width + 1
-        largest[place + k] = best
-        indices[place + k] = origin + 2 * k + index
+        into.largest[into.place + k] = best
+        into.indices[into.place + k] = origin + 2 * k + index
 
 
 def copy_row(into: np.ndarray, source: np.ndarray) -> None:

@@ -36,10 +36,10 @@ def multiply_panel(context: Any, builder: Any, given: Any) -> None:
         with cgutils.for_range(builder, number) as group:
             first = builder.add(done, builder.mul(group.index, _WORD(size)))
             sums = given.sums.at(builder.mul(first, given.stride))
-            left = given.left.at(builder.mul(first, given.left_stride))
+            left = given.left.values.at(builder.mul(first, given.left.stride))
             for start in range(0, PANEL, lanes * _VECTORS):
                 places = [start + i * lanes for i in range(_VECTORS)]
-                rows = [builder.gep(left, [builder.mul(given.left_stride, _WORD(i))]) for i in range(size)]
+                rows = [builder.gep(left, [builder.mul(given.left.stride, _WORD(i))]) for i in range(size)]
                 _multiply(builder, kind, rows, places, sums, given)
         done = builder.add(done, builder.mul(number, _WORD(size)))
 
@@ -56,7 +56,7 @@ def _multiply(
     with cgutils.for_range(builder, given.terms) as term:
         row = given.panel.at(builder.mul(term.index, _WORD(PANEL)))
         vectors = [builder.load(_vector(builder, row, place, kind), align=align) for place in places]
-        step = builder.mul(term.index, given.left_step)
+        step = builder.mul(term.index, given.left.step)
         for start, totals in zip(left, sums, strict=True):
             factor = instructions.broadcast(builder, builder.load(builder.gep(start, [step])), kind)
             for vector, total in zip(vectors, totals, strict=True):

@@ -26,11 +26,14 @@ def _vectors() -> int:
 @instruction
 def add_products(context: Any, builder: Any, given: Any) -> None:
     """Add products to a tile of sums."""
-    element = given.left.element
-    arrays = given.sums.data, given.pitch, given.left.data, given.starts.data
-    tables = given.shifts.data, given.shifts.length, given.steps.data
-    factors = given.right.data, given.bases.data, given.places.data, given.places.length
-    values = [*arrays, *tables, *factors, given.fresh, given.rows, given.columns]
+    left, right = given.left, given.right
+    element = left.values.element
+    values = [
+        *(given.sums.data, given.pitch),
+        *(left.values.data, left.starts.data, left.shifts.data, left.shifts.length, left.steps.data),
+        *(right.values.data, right.bases.data, right.places.data, right.places.length),
+        *(given.fresh, given.rows, given.columns),
+    ]
     write = functools.partial(_tiles, element=element)
     call_written(context, builder, f"ortgrad_products_{element}", values, write)
 

@@ -20,7 +20,7 @@ def pool_squares(context: Any, builder: Any, given: Any) -> None:
     """Write the largest elements of squares, and where they are."""
     element = given.values.element
     rows = given.values.at(given.above), given.values.at(given.below)
-    results = given.largest.at(given.place), given.indices.at(given.place)
+    results = given.into.largest.at(given.into.place), given.into.indices.at(given.into.place)
     values = [*rows, *results, given.count, given.origin, given.width]
     write = functools.partial(_rows, element=element)
     call_written(context, builder, f"ortgrad_squares_{element}", values, write)

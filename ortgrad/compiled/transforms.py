@@ -17,11 +17,9 @@ _WORD = ir.IntType(64)
 @instruction
 def transform(context: Any, builder: Any, given: Any) -> None:
     """Transform squares of vectors."""
-    element = given.source.element
-    values = [
-        *(given.into.at(given.place), given.into_row, given.into_column),
-        *(given.source.at(given.start), given.row, given.column, given.count),
-    ]
+    into, source, element = given.into, given.source, given.source.values.element
+    values = [into.values.at(into.place), into.row, into.column]
+    values += [source.values.at(source.place), source.row, source.column, given.count]
     done = builder.append_basic_block("transformed")
     switch = builder.switch(given.kind, done)
     for number in range(len(TRANSFORMS)):

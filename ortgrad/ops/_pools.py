@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ortgrad.compiled.functions import SLACK, add_row, allocate, copy_row, pool_squares, release
+from ortgrad.compiled.functions import SLACK, Pooled, add_row, allocate, copy_row, pool_squares, release
 from ortgrad.operators.compiled import Integers, Plan
 from ortgrad.operators.records import numbers_of
 from ortgrad.ops._strips import (
@@ -318,9 +318,7 @@ def max_pool_strip(
                     x[channel, 0],
                     place,
                     place + geometry.size.width,
-                    y[channel],
-                    indices[channel],
-                    start,
+                    Pooled(y[channel], indices[channel], start),
                     columns,
                     origin,
                     geometry.size.width,

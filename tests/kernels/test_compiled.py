@@ -339,10 +339,11 @@ def test_multiply_panel(element: str) -> None:
     from ortgrad.compiled import panels
 
     multiply_panel, generator = panels.multiply_panel, np.random.default_rng(0)
+    factor = functions.Factor
 
     @njit(error_model="numpy")
     def multiply(sums, stride, left, left_stride, left_step, panel, terms, rows, add):  # type: ignore[no-untyped-def]
-        multiply_panel(sums, stride, left, left_stride, left_step, panel, terms, rows, add)
+        multiply_panel(sums, stride, factor(left, left_stride, left_step), panel, terms, rows, add)
 
     for rows in range(18):
         for terms in (0, 1, 7):
@@ -354,7 +355,7 @@ def test_multiply_panel(element: str) -> None:
                     sums, expected = before.copy(), before.copy()
                     multiply(sums, functions.PANEL, left, *strides, panel, terms, rows, add)
                     functions.multiply_panel(
-                        expected, functions.PANEL, left, *strides, panel, terms, rows, add
+                        expected, functions.PANEL, factor(left, *strides), panel, terms, rows, add
                     )
                     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
 

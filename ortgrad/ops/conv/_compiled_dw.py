@@ -7,6 +7,8 @@ import numpy as np
 from ortgrad.compiled.functions import (
     TILE,
     TILE_ROWS,
+    Columns,
+    Rows,
     add_products,
     allocate,
     allocate_integers,
@@ -116,14 +118,9 @@ def weights_task(
                     add_products(
                         sums[(c * taps + tap) * columns :],
                         taps * columns,
-                        values,
-                        starts,
+                        Rows(values, starts, shifts[:used], steps[least:last]),
                         tile,
-                        shifts[:used],
-                        steps[least:last],
-                        right,
-                        bases[:used],
-                        places[least:last],
+                        Columns(right, bases[:used], places[least:last]),
                         columns,
                         line == 0,
                     )
@@ -135,14 +132,9 @@ def weights_task(
                 add_products(
                     sums[pair * columns :],
                     columns,
-                    values,
-                    starts,
+                    Rows(values, starts, shifts[:used], steps[:end]),
                     tile,
-                    shifts[:used],
-                    steps[:end],
-                    right,
-                    bases[:used],
-                    places[:end],
+                    Columns(right, bases[:used], places[:end]),
                     columns,
                     line == 0 and begin == 0,
                 )

@@ -7,6 +7,8 @@ import numpy as np
 from ortgrad.compiled.functions import (
     TILE,
     TILE_ROWS,
+    Columns,
+    Rows,
     add_products,
     allocate,
     allocate_integers,
@@ -190,14 +192,9 @@ def _add_up(
                 add_products(
                     sums[c * room + block * COLUMNS :],
                     room,
-                    w,
-                    starts,
+                    Rows(w, starts, shifts, steps[: used * own]),
                     rows,
-                    shifts,
-                    steps[: used * own],
-                    right,
-                    bases,
-                    places[: used * own],
+                    Columns(right, bases, places[: used * own]),
                     width,
                     m == 0,
                 )

@@ -21,6 +21,9 @@ import numpy as np
 from ortgrad.compiled.functions import (
     SUMS,
     TILE,
+    Line,
+    Plane,
+    Taps,
     add_up,
     allocate,
     clear,
@@ -191,16 +194,11 @@ def convolve_strip(
                 row: Row = rows[number * ROW :]
                 convolve(
                     memory,
-                    sums + row.place,
-                    TILE,
-                    biases + i * TILE,
-                    0,
-                    row.source,
-                    geometry.x_step,
+                    Line(sums + row.place, TILE),
+                    Line(biases + i * TILE, 0),
+                    Line(row.source, geometry.x_step),
                     weights + i * taps * TILE,
-                    row_starts,
-                    row.tap,
-                    row.last_tap,
+                    Taps(row_starts, row.tap, row.last_tap),
                     row.length,
                 )
             _store(
@@ -311,16 +309,11 @@ def differentiate_strip(
                 place = sums + row.place
                 convolve(
                     memory,
-                    place,
-                    geometry.dx_step,
-                    place if i > 0 else zeros,
-                    geometry.dx_step if i > 0 else 0,
-                    embedded + row.source,
-                    TILE,
+                    Line(place, geometry.dx_step),
+                    Line(place if i > 0 else zeros, geometry.dx_step if i > 0 else 0),
+                    Line(embedded + row.source, TILE),
                     weights + i * taps * TILE,
-                    row_starts,
-                    row.tap,
-                    row.last_tap,
+                    Taps(row_starts, row.tap, row.last_tap),
                     row.length,
                 )
             if wanted == 1:
@@ -331,14 +324,9 @@ def differentiate_strip(
                 correlate(
                     memory,
                     totals + product.tap * TILE,
-                    embedded + product.dy,
-                    pitch * TILE,
-                    product.x,
-                    geometry.x_pitch,
-                    geometry.x_step,
-                    starts,
-                    product.tap,
-                    product.last_tap,
+                    Line(embedded + product.dy, pitch * TILE),
+                    Plane(product.x, geometry.x_pitch, geometry.x_step),
+                    Taps(starts, product.tap, product.last_tap),
                     product.rows,
                     product.length,
                 )

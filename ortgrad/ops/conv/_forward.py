@@ -18,6 +18,8 @@ import numpy as np
 from ortgrad.compiled.functions import (
     TILE,
     TILE_ROWS,
+    Columns,
+    Rows,
     add_products,
     allocate,
     allocate_integers,
@@ -240,14 +242,9 @@ def convolve_positions(
             add_products(
                 sums[i * columns :],
                 columns,
-                source,
-                starts[i:],
+                Rows(source, starts[i:], shifts[:1], steps[:used]),
                 min(TILE_ROWS, count - i),
-                shifts[:1],
-                steps[:used],
-                right,
-                bases,
-                places[:used],
+                Columns(right, bases, places[:used]),
                 columns,
                 c == 0,
             )

@@ -11,6 +11,8 @@ import numpy as np
 from ortgrad.compiled.functions import (
     TILE,
     TILE_ROWS,
+    Columns,
+    Rows,
     add_products,
     allocate,
     allocate_integers,
@@ -75,14 +77,9 @@ def convolve_rows(
                 add_products(
                     sums[m * room + k :],
                     room,
-                    w,
-                    starts,
+                    Rows(w, starts, shifts[:1], weights[:used]),
                     rows,
-                    shifts[:1],
-                    weights[:used],
-                    boxes,
-                    bases,
-                    steps[:used],
+                    Columns(boxes, bases, steps[:used]),
                     min(COLUMNS, (length - k + TILE - 1) // TILE * TILE),
                     c == 0,
                 )

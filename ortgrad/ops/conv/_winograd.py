@@ -24,6 +24,9 @@ from ortgrad.compiled.functions import (
     TILE,
     TILE_ROWS,
     TO_TWO,
+    Columns,
+    Rows,
+    Square,
     add_products,
     allocate,
     allocate_integers,
@@ -306,7 +309,9 @@ def _transform_block(
                     for k in range(TAPS):
                         square[k * TILE + i] = w[source + i * stride + k]
             at = place + c * columns + m
-            transform(OF_THREE, into, at, 4 * pitch, pitch, square, start + others, 3 * tap, tap, 1)
+            transform(
+                OF_THREE, Square(into, at, 4 * pitch, pitch), Square(square, start + others, 3 * tap, tap), 1
+            )
     release(allocated)
     return False
 
@@ -374,14 +379,9 @@ def convolve_tiles(
                     add_products(
                         sums[point * pitch + i * columns :],
                         columns,
-                        values,
-                        starts[i:],
+                        Rows(values, starts[i:], shifts[:1], steps[:used]),
                         min(TILE_ROWS, count - i),
-                        shifts[:1],
-                        steps[:used],
-                        right,
-                        bases,
-                        places[:used],
+                        Columns(right, bases, places[:used]),
                         columns,
                         c == 0,
                     )
@@ -391,14 +391,8 @@ def convolve_tiles(
             place = 2 * t * columns
             transform(
                 TO_TWO,
-                finished,
-                place,
-                rows * columns,
-                columns,
-                sums,
-                t * columns,
-                4 * pitch,
-                pitch,
+                Square(finished, place, rows * columns, columns),
+                Square(sums, t * columns, 4 * pitch, pitch),
                 columns // TILE,
             )
         into = 2 * rows * COLUMNS
@@ -451,14 +445,8 @@ def transform_tiles(
         place = (sample * rows + 2 * i) * pitch + 2 * k
         transform(
             OF_VALUES,
-            values,
-            t * channels,
-            4 * (most * channels + TILE),
-            most * channels + TILE,
-            boxes,
-            place * padded + channel,
-            pitch * padded,
-            padded,
+            Square(values, t * channels, 4 * (most * channels + TILE), most * channels + TILE),
+            Square(boxes, place * padded + channel, pitch * padded, padded),
             channels // TILE,
         )
 

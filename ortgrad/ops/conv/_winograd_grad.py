@@ -16,6 +16,9 @@ from ortgrad.compiled.functions import (
     TILE,
     TILE_ROWS,
     TO_THREE,
+    Columns,
+    Rows,
+    Square,
     add_products,
     allocate,
     allocate_integers,
@@ -232,21 +235,21 @@ def _add_tiles(
             place = (row * dy_box.width + dy_box.left + 2 * k) * whole + block
             step = _TOGETHER * columns + TILE
             vectors = columns // TILE
-            transform(OF_TWO, right, t * columns, 4 * step, step, gradients, place, pitch, whole, vectors)
+            transform(
+                OF_TWO,
+                Square(right, t * columns, 4 * step, step),
+                Square(gradients, place, pitch, whole),
+                vectors,
+            )
         for point in range(POINTS):
             shifts[0], bases[0] = point * (_TOGETHER * count + TILE), point * (_TOGETHER * columns + TILE)
             for i in range(0, rows, TILE_ROWS):
                 add_products(
                     sums[into + point * (count * columns + TILE) + i * columns :],
                     columns,
-                    left,
-                    starts[i:],
+                    Rows(left, starts[i:], shifts[:1], steps[:used]),
                     min(TILE_ROWS, rows - i),
-                    shifts[:1],
-                    steps[:used],
-                    right,
-                    bases,
-                    places[:used],
+                    Columns(right, bases, places[:used]),
                     columns,
                     fresh,
                 )
@@ -316,7 +319,9 @@ def _finish(
                 values = sums[at : at + TILE]
                 for k in range(TILE):
                     here[k] += values[k]
-        transform(TO_THREE, results, i * TAPS * TILE, 3 * TILE, TILE, total, 0, 4 * TILE, TILE, 1)
+        transform(
+            TO_THREE, Square(results, i * TAPS * TILE, 3 * TILE, TILE), Square(total, 0, 4 * TILE, TILE), 1
+        )
     known = min(TILE, filters - m)
     pairs, to = channels * TAPS, (m * channels + c) * TAPS
     k = 0

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ortgrad.compiled.functions import PANEL, allocate, copy_row, double, doubles, multiply_panel, release
+from ortgrad.compiled.functions import (
+    PANEL,
+    Factor,
+    allocate,
+    copy_row,
+    double,
+    doubles,
+    multiply_panel,
+    release,
+)
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.ops.recurrent._cell import Cell
 
@@ -170,7 +179,7 @@ def multiply(
     """Multiply rows with a matrix in panels: its columns, padded to whole panels, become rows of the sums."""
     for p in range(len(packed) // (terms * PANEL)):
         panel = packed[p * terms * PANEL : (p + 1) * terms * PANEL]
-        multiply_panel(sums[p * PANEL :], stride, left, left_stride, 1, panel, terms, rows, 0)
+        multiply_panel(sums[p * PANEL :], stride, Factor(left, left_stride, 1), panel, terms, rows, 0)
 
 
 def multiply_transposed(
@@ -212,7 +221,7 @@ def multiply_transposed(
             else:
                 to, step, factor = state_sums, state_width, states
             panel = factor[(own * rows + start) * PANEL : (own * rows + start + terms) * PANEL]
-            multiply_panel(to[own * PANEL :], step, block, 1, count, panel, terms, count, start)
+            multiply_panel(to[own * PANEL :], step, Factor(block, 1, count), panel, terms, count, start)
     for i in range(count if width > 0 else 0):
         copy_row(dw[i * size : (i + 1) * size], sums[i * width : i * width + size])
     for i in range(count if state_width > 0 else 0):
