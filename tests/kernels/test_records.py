@@ -184,9 +184,9 @@ def types_of(operator: Operator) -> list[str]:
 LONG = {
     "tensors that a phase reads or writes": """
         average_pool_grad_strip conv_grad_task convolve convolve_positions convolve_strip convolve_tiles
-        differentiate differentiate_strip gather_elements_grad_part gru_grad_steps
-        gru_grad_weights gru_steps invertible_layer_grad_rows layer_grad_rows
-        lstm_grad_steps lstm_steps max_pool_strip pointwise_task convolve_rows channels_task _embed_quotients
+        differentiate differentiate_strip gather_elements_grad_part
+        invertible_layer_grad_rows layer_grad_rows
+        max_pool_strip pointwise_task convolve_rows channels_task _embed_quotients
         """,
     "places in memory, and what is there": """
         _add_up _copy_seen _finish _finish_block _load _load_planes _locate _pack _place _runs _store

@@ -26,6 +26,7 @@ from ortgrad.compiled.functions import (
     multiply_panel,
     release,
 )
+from ortgrad.compiled.mathematics import sigmoid, tanh
 from ortgrad.operators.compiled import Matrix, Product
 from ortgrad.ops.recurrent._cell import Cell
 
@@ -143,6 +144,87 @@ def input_gradient(table: str, x: Sizes, w: Sizes, dx: Any) -> list[Product]:
 def distance(strides: Strides, t: int, d: int, n: int) -> int:
     """Return the number of a row in a tensor, for a step, a direction and a row of the batch."""
     return t * strides.step + d * strides.direction + n * strides.row
+
+
+class Share(NamedTuple):
+    """The rows of the batch that a task takes through the steps of a direction."""
+
+    direction: int
+    first: int
+    rows: int
+    reverse: bool
+
+
+def share_of(task: int, geometry: Geometry) -> Share:
+    rows = geometry.rows
+    blocks = (geometry.batch + rows - 1) // rows
+    d, first = task // blocks, task % blocks * rows
+    return Share(d, first, min(rows, geometry.batch - first), d == 1 or geometry.reverse == 1)
+
+
+def step_of(step: int, share: Share, geometry: Geometry) -> int:
+    """Return the place of a step in the sequence."""
+    return geometry.steps - 1 - step if share.reverse else step
+
+
+def slice_of(rows: np.ndarray, i: int, width: int) -> np.ndarray:
+    """Return a row of a matrix whose rows have `width` elements."""
+    return rows[i * width : (i + 1) * width]
+
+
+def place_in(strides: Strides, t: int, i: int, share: Share) -> int:
+    """Return the number of row i of a share in a tensor, for a step."""
+    return distance(strides, t, share.direction, share.first + i)
+
+
+def load_states(
+    states: np.ndarray, width: int, initial: np.ndarray, share: Share, geometry: Geometry
+) -> None:
+    """Copy the states before the first step, or the gradients after the last one, unless they are absent."""
+    for i in range(share.rows if len(initial) > 0 else 0):
+        copy_row(
+            slice_of(states, i, width),
+            slice_of(initial, place_in(geometry.single, 0, i, share), geometry.hidden),
+        )
+
+
+def store_states(final: np.ndarray, states: np.ndarray, width: int, share: Share, geometry: Geometry) -> None:
+    """Copy the states after the last step, or the gradients before the first one, if they are wanted."""
+    for i in range(share.rows if len(final) > 0 else 0):
+        place = place_in(geometry.single, 0, i, share)
+        copy_row(slice_of(final, place, geometry.hidden), slice_of(states, i, width))
+
+
+def state_before(
+    saved: np.ndarray,
+    initial: np.ndarray,
+    zeros: np.ndarray,
+    t: int,
+    i: int,
+    share: Share,
+    geometry: Geometry,
+) -> np.ndarray:
+    """Return the state of a row before a step: a saved one, the initial one, or zeros."""
+    if t != (geometry.steps - 1 if share.reverse else 0):
+        step = geometry.states.step
+        return slice_of(
+            saved,
+            place_in(geometry.states, t, i, share) + (step if share.reverse else -step),
+            geometry.hidden,
+        )
+    if len(initial) > 0:
+        return slice_of(initial, place_in(geometry.single, 0, i, share), geometry.hidden)
+    return zeros
+
+
+def tanh_of_sum(to: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+    for k in range(len(to)):
+        to[k] = tanh(a[k] + b[k] + c[k])
+
+
+def sigmoid_of_sum(to: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+    for k in range(len(to)):
+        to[k] = sigmoid(a[k] + b[k] + c[k])
 
 
 def pack_transposed(panel: np.ndarray, matrix: np.ndarray, first: int, terms: int, count: int) -> None:

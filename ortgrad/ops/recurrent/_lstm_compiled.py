@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ortgrad.compiled.functions import PANEL, SUMS, allocate, copy_row, release
-from ortgrad.compiled.mathematics import sigmoid, tanh
+from ortgrad.compiled.mathematics import tanh
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.records import numbers_of
 from ortgrad.ops._rows import add_to, fill_row
 from ortgrad.ops.recurrent import _compiled as shared
 from ortgrad.ops.recurrent._cell import Cell
-from ortgrad.ops.recurrent._compiled import (
-    COLUMNS,
-    Geometry,
-    distance,
-    multiply,
-    multiply_transposed,
-    pack,
-    pack_inputs,
-    pack_transposed,
-    put_into_panels,
-    sum_columns,
-)
+from ortgrad.ops.recurrent._compiled import COLUMNS, Geometry
 
 if TYPE_CHECKING:
     from ortgrad.ops.recurrent._compiled import Sizes
@@ -53,28 +42,39 @@ def lstm_panels(task: int, r: np.ndarray, packed: np.ndarray, geometry: Geometry
     count = (4 * hidden + PANEL - 1) // PANEL
     d, column = task // count, task % count * PANEL
     panel = packed[task * hidden * PANEL : (task + 1) * hidden * PANEL]
-    pack_transposed(panel, r, (d * 4 * hidden + column) * hidden, hidden, min(PANEL, 4 * hidden - column))
+    shared.pack_transposed(
+        panel, r, (d * 4 * hidden + column) * hidden, hidden, min(PANEL, 4 * hidden - column)
+    )
+
+
+class Initial(NamedTuple):
+    """What the first step reads."""
+
+    b: np.ndarray
+    h0: np.ndarray
+    c0: np.ndarray
+
+
+class Results(NamedTuple):
+    hall: np.ndarray
+    hfinal: np.ndarray
+    cfinal: np.ndarray
+    call: np.ndarray
+    iofc: np.ndarray
 
 
 def lstm_steps(
     task: int,
-    b: np.ndarray,
-    h0: np.ndarray,
-    c0: np.ndarray,
-    hall: np.ndarray,
-    hfinal: np.ndarray,
-    cfinal: np.ndarray,
-    call: np.ndarray,
-    iofc: np.ndarray,
+    initial: Initial,
+    results: Results,
     weighted: np.ndarray,
     packed: np.ndarray,
     geometry: Geometry,
 ) -> bool:
     """Take some rows of the batch through all steps."""
-    steps, batch, hidden, rows = geometry.steps, geometry.batch, geometry.hidden, geometry.rows
-    blocks, columns = (batch + rows - 1) // rows, 4 * hidden
-    d, first = task // blocks, task % blocks * rows
-    reverse, count = d == 1 or geometry.reverse == 1, min(rows, batch - first)
+    hidden, columns, b = geometry.hidden, 4 * geometry.hidden, initial.b
+    share = shared.share_of(task, geometry)
+    d, count = share.direction, share.rows
     stride = (columns + PANEL - 1) // PANEL * PANEL
     memory = allocate(count * (2 * hidden + stride) + 2 * columns)
     if len(memory) == 0:
@@ -85,47 +85,36 @@ def lstm_steps(
     unsaved = memory[count * (2 * hidden + stride) + columns :]
     fill_row(bias, 0.0)
     if len(b) > 0:
-        add_to(bias, b[d * 2 * columns : (d * 2 + 1) * columns])
-        add_to(bias, b[(d * 2 + 1) * columns : (d * 2 + 2) * columns])
+        add_to(bias, shared.slice_of(b, d * 2, columns))
+        add_to(bias, shared.slice_of(b, d * 2 + 1, columns))
     fill_row(memory[: 2 * count * hidden], 0.0)
-    for i in range(count):
-        place = distance(geometry.single, 0, d, first + i) * hidden
-        if len(h0) > 0:
-            copy_row(states[i * hidden : (i + 1) * hidden], h0[place : place + hidden])
-        if len(c0) > 0:
-            copy_row(cells[i * hidden : (i + 1) * hidden], c0[place : place + hidden])
-    panels = packed[d * stride * hidden : (d + 1) * stride * hidden]
-    for step in range(steps):
-        t = steps - 1 - step if reverse else step
-        multiply(sums, stride, states, hidden, panels, hidden, count)
+    shared.load_states(states, hidden, initial.h0, share, geometry)
+    shared.load_states(cells, hidden, initial.c0, share, geometry)
+    panels = shared.slice_of(packed, d, stride * hidden)
+    hall, call, iofc = results.hall, results.call, results.iofc
+    for step in range(geometry.steps):
+        t = shared.step_of(step, share, geometry)
+        shared.multiply(sums, stride, states, hidden, panels, hidden, count)
         for i in range(count):
-            place = distance(geometry.table, t, d, first + i) * columns
-            a, recurrent = weighted[place : place + columns], sums[i * stride : i * stride + columns]
-            saved = distance(geometry.states, t, d, first + i)
-            gates = iofc[saved * columns : (saved + 1) * columns] if len(iofc) > 0 else unsaved
-            state, cell = states[i * hidden : (i + 1) * hidden], cells[i * hidden : (i + 1) * hidden]
-            for k in range(3 * hidden):
-                gates[k] = sigmoid(a[k] + recurrent[k] + bias[k])
-            _tanh_of_sum(gates[3 * hidden :], a[3 * hidden :], recurrent[3 * hidden :], bias[3 * hidden :])
+            a = shared.slice_of(weighted, shared.place_in(geometry.table, t, i, share), columns)
+            recurrent = sums[i * stride : i * stride + columns]
+            saved = shared.place_in(geometry.states, t, i, share)
+            gates = shared.slice_of(iofc, saved, columns) if len(iofc) > 0 else unsaved
+            state, cell = shared.slice_of(states, i, hidden), shared.slice_of(cells, i, hidden)
+            shared.sigmoid_of_sum(gates[: 3 * hidden], a, recurrent, bias)
+            shared.tanh_of_sum(
+                gates[3 * hidden :], a[3 * hidden :], recurrent[3 * hidden :], bias[3 * hidden :]
+            )
             _new_cell(cell, gates[:hidden], gates[2 * hidden : 3 * hidden], gates[3 * hidden :])
             _new_state(state, cell, gates[hidden : 2 * hidden])
             if len(hall) > 0:
-                copy_row(hall[saved * hidden : (saved + 1) * hidden], state)
+                copy_row(shared.slice_of(hall, saved, hidden), state)
             if len(call) > 0:
-                copy_row(call[saved * hidden : (saved + 1) * hidden], cell)
-    for i in range(count):
-        place = distance(geometry.single, 0, d, first + i) * hidden
-        if len(hfinal) > 0:
-            copy_row(hfinal[place : place + hidden], states[i * hidden : (i + 1) * hidden])
-        if len(cfinal) > 0:
-            copy_row(cfinal[place : place + hidden], cells[i * hidden : (i + 1) * hidden])
+                copy_row(shared.slice_of(call, saved, hidden), cell)
+    shared.store_states(results.hfinal, states, hidden, share, geometry)
+    shared.store_states(results.cfinal, cells, hidden, share, geometry)
     release(memory)
     return False
-
-
-def _tanh_of_sum(to: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-    for k in range(len(to)):
-        to[k] = tanh(a[k] + b[k] + c[k])
 
 
 def _new_cell(cell: np.ndarray, i: np.ndarray, f: np.ndarray, c: np.ndarray) -> None:
@@ -175,36 +164,51 @@ def lstm_grad_panels(
     hidden = geometry.hidden
     count = (hidden + PANEL - 1) // PANEL
     if task >= geometry.directions * count:
-        pack_inputs(task - geometry.directions * count, x, inputs, geometry)
+        shared.pack_inputs(task - geometry.directions * count, x, inputs, geometry)
         return
     d, column, terms = task // count, task % count * PANEL, 4 * hidden
     panel = packed[task * terms * PANEL : (task + 1) * terms * PANEL]
-    pack(panel, r, d * terms * hidden + column, hidden, terms, min(PANEL, hidden - column))
+    shared.pack(panel, r, d * terms * hidden + column, hidden, terms, min(PANEL, hidden - column))
+
+
+class Saved(NamedTuple):
+    """What the forward operator has read and returned."""
+
+    h0: np.ndarray
+    c0: np.ndarray
+    hall: np.ndarray
+    call: np.ndarray
+    iofc: np.ndarray
+
+
+class Gradients(NamedTuple):
+    dhall: np.ndarray
+    dhfinal: np.ndarray
+    dcfinal: np.ndarray
+    dh0: np.ndarray
+    dc0: np.ndarray
+
+
+class Factors(NamedTuple):
+    """Matrices of which dX, dW and dR are products."""
+
+    da: np.ndarray
+    table: np.ndarray
+    previous: np.ndarray
 
 
 def lstm_grad_steps(
     task: int,
-    h0: np.ndarray,
-    c0: np.ndarray,
-    hall: np.ndarray,
-    call: np.ndarray,
-    iofc: np.ndarray,
-    dhall: np.ndarray,
-    dhfinal: np.ndarray,
-    dcfinal: np.ndarray,
-    dh0: np.ndarray,
-    dc0: np.ndarray,
+    given: Saved,
+    gradients: Gradients,
     packed: np.ndarray,
-    da: np.ndarray,
-    table: np.ndarray,
-    previous: np.ndarray,
+    factors: Factors,
     geometry: Geometry,
 ) -> bool:
     """Take the gradients of some rows of the batch back through all steps."""
-    steps, batch, hidden, rows = geometry.steps, geometry.batch, geometry.hidden, geometry.rows
-    blocks, columns = (batch + rows - 1) // rows, 4 * hidden
-    d, first = task // blocks, task % blocks * rows
-    reverse, count = d == 1 or geometry.reverse == 1, min(rows, batch - first)
+    hidden, columns, rows = geometry.hidden, 4 * geometry.hidden, geometry.steps * geometry.batch
+    share = shared.share_of(task, geometry)
+    d, count = share.direction, share.rows
     stride = (hidden + PANEL - 1) // PANEL * PANEL
     memory = allocate(count * (stride + hidden) + 2 * hidden)
     if len(memory) == 0:
@@ -214,43 +218,27 @@ def lstm_grad_steps(
     d_states, d_cells = memory[: count * stride], memory[count * stride : count * (stride + hidden)]
     zeros = memory[count * (stride + hidden) : count * (stride + hidden) + hidden]
     activated = memory[count * (stride + hidden) + hidden :]
-    for i in range(count):
-        place = distance(geometry.single, 0, d, first + i) * hidden
-        if len(dhfinal) > 0:
-            copy_row(d_states[i * stride : i * stride + hidden], dhfinal[place : place + hidden])
-        if len(dcfinal) > 0:
-            copy_row(d_cells[i * hidden : (i + 1) * hidden], dcfinal[place : place + hidden])
-    panels = packed[d * stride * columns : (d + 1) * stride * columns]
-    matrix_rows = steps * batch
-    own_previous = previous[d * stride * matrix_rows : (d + 1) * stride * matrix_rows]
-    for step in range(steps):
-        t = step if reverse else steps - 1 - step
-        start = t == (steps - 1 if reverse else 0)
+    shared.load_states(d_states, stride, gradients.dhfinal, share, geometry)
+    shared.load_states(d_cells, hidden, gradients.dcfinal, share, geometry)
+    panels = shared.slice_of(packed, d, stride * columns)
+    own_previous = shared.slice_of(factors.previous, d, stride * rows)
+    da, table = factors.da, factors.table
+    for step in range(geometry.steps):
+        t = shared.step_of(geometry.steps - 1 - step, share, geometry)
         for i in range(count):
-            saved, place = (
-                distance(geometry.states, t, d, first + i),
-                distance(geometry.separate, t, d, first + i),
-            )
-            initial = distance(geometry.single, 0, d, first + i) * hidden
-            before = saved + (geometry.states.step if reverse else -geometry.states.step)
-            dh, dc = d_states[i * stride : i * stride + hidden], d_cells[i * hidden : (i + 1) * hidden]
-            if len(dhall) > 0:
-                add_to(dh, dhall[saved * hidden : (saved + 1) * hidden])
-            state_before, cell_before = zeros, zeros
-            if not start:
-                state_before = hall[before * hidden : (before + 1) * hidden]
-                cell_before = call[before * hidden : (before + 1) * hidden]
-            else:
-                if len(h0) > 0:
-                    state_before = h0[initial : initial + hidden]
-                if len(c0) > 0:
-                    cell_before = c0[initial : initial + hidden]
-            put_into_panels(own_previous, place - d * matrix_rows, matrix_rows, state_before)
+            saved = shared.place_in(geometry.states, t, i, share)
+            place = shared.place_in(geometry.separate, t, i, share)
+            dh, dc = d_states[i * stride : i * stride + hidden], shared.slice_of(d_cells, i, hidden)
+            if len(gradients.dhall) > 0:
+                add_to(dh, shared.slice_of(gradients.dhall, saved, hidden))
+            before = shared.state_before(given.hall, given.h0, zeros, t, i, share, geometry)
+            shared.put_into_panels(own_previous, place - d * rows, rows, before)
+            cell_before = shared.state_before(given.call, given.c0, zeros, t, i, share, geometry)
             gates, cell = (
-                iofc[saved * columns : (saved + 1) * columns],
-                call[saved * hidden : (saved + 1) * hidden],
+                shared.slice_of(given.iofc, saved, columns),
+                shared.slice_of(given.call, saved, hidden),
             )
-            of_gates = da[place * columns : (place + 1) * columns]
+            of_gates = shared.slice_of(da, place, columns)
             _through_state(activated, cell)
             o = gates[hidden : 2 * hidden]
             _d_output(of_gates[hidden : 2 * hidden], dh, activated, o)
@@ -262,16 +250,12 @@ def lstm_grad_steps(
             for k in range(hidden):
                 dc[k] *= f_gate[k]
             if len(table) > 0:
-                row = distance(geometry.table, t, d, first + i)
-                copy_row(table[row * columns : (row + 1) * columns], of_gates)
-        place, between = distance(geometry.separate, t, d, first), geometry.separate.row * columns
-        multiply(d_states, stride, da[place * columns :], between, panels, columns, count)
-    for i in range(count):
-        place = distance(geometry.single, 0, d, first + i) * hidden
-        if len(dh0) > 0:
-            copy_row(dh0[place : place + hidden], d_states[i * stride : i * stride + hidden])
-        if len(dc0) > 0:
-            copy_row(dc0[place : place + hidden], d_cells[i * hidden : (i + 1) * hidden])
+                row = shared.place_in(geometry.table, t, i, share)
+                copy_row(shared.slice_of(table, row, columns), of_gates)
+        place, between = shared.place_in(geometry.separate, t, 0, share), geometry.separate.row * columns
+        shared.multiply(d_states, stride, da[place * columns :], between, panels, columns, count)
+    shared.store_states(gradients.dh0, d_states, stride, share, geometry)
+    shared.store_states(gradients.dc0, d_cells, hidden, share, geometry)
     release(memory)
     return False
 
@@ -320,11 +304,11 @@ def lstm_grad_weights(
         of_x, of_states = dw[(d * columns + first) * size :], dr[(d * columns + first) * hidden :]
         states, own = previous[d * width * rows : (d + 1) * width * rows], da[d * rows * columns + first :]
         count = min(COLUMNS, columns - first)
-        return multiply_transposed(of_x, inputs, of_states, states, own, columns, count, geometry)
+        return shared.multiply_transposed(of_x, inputs, of_states, states, own, columns, count, geometry)
     task -= geometry.pieces
     pieces = (columns + SUMS - 1) // SUMS
     d, column = task // pieces, task % pieces * SUMS
     own, end = db[d * 2 * columns : (d * 2 + 1) * columns], min(column + SUMS, columns)
-    sum_columns(own, column, end, da[d * rows * columns :], columns, rows)
+    shared.sum_columns(own, column, end, da[d * rows * columns :], columns, rows)
     copy_row(db[(d * 2 + 1) * columns + column : (d * 2 + 1) * columns + end], own[column:end])
     return False
