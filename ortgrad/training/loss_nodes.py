@@ -119,14 +119,7 @@ class CrossEntropy(LossNodes):
     that it is the last one.
     """
 
-    def __init__(
-        self,
-        weight: Any = None,
-        reduction: str = "mean",
-        ignore_index: int | None = None,
-        *,
-        axis: int | None = None,
-    ) -> None:
+    def __init__(self, weight: Any, reduction: str, ignore_index: int | None, axis: int | None) -> None:
         super().__init__(reduction)
         self._weight, self._ignore_index, self._axis = weight, ignore_index, axis
 

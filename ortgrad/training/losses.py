@@ -164,7 +164,7 @@ def _named(
 ) -> loss_nodes.LossNodes:
     """Return the loss that has a name."""
     if loss == "cross-entropy":
-        return loss_nodes.CrossEntropy(weight, reduction, ignore_index, axis=axis)
+        return loss_nodes.CrossEntropy(weight, reduction, ignore_index, axis)
     if loss == "bce":
         return loss_nodes.BinaryCrossEntropy(weight, reduction, pos_weight)
     if loss == "huber":

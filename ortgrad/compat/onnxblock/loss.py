@@ -74,7 +74,7 @@ class CrossEntropyLoss(blocks.Block):
         axis: int | None = None,
     ) -> None:
         super().__init__()
-        self._loss = loss_nodes.CrossEntropy(weight, reduction, ignore_index, axis=axis)
+        self._loss = loss_nodes.CrossEntropy(weight, reduction, ignore_index, axis)
 
     def build(self, scores_input_name: str, labels_name: str = "labels") -> str:
         """Add the loss of scores; if there is no value `labels_name`, it becomes an input of int64 labels."""
