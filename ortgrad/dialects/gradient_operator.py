@@ -12,7 +12,7 @@ from ortgrad.dialects.optimizers import PREVIEW_TRAINING
 from ortgrad.errors import NodeError, UnsupportedGradientError
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import all_nodes, dependencies
+from ortgrad.graph.traversal import all_nodes, nodes_before
 from ortgrad.passes.complete import complete
 from ortgrad.passes.expand_unsupported import expand_unsupported
 from ortgrad.shapes.inference import infer_types
@@ -102,12 +102,7 @@ def _named(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
 
 def _between(graph: ir.Graph, sources: Iterable[ir.Value], y: ir.Value) -> list[ir.Node]:
     """Return the nodes that compute `y` from the sources, in topological order."""
-    stop, needed, found = set(sources), {y}, []
-    for node in reversed(graph):
-        if any(value in needed and value not in stop for value in node.outputs):
-            found.append(node)
-            needed.update(dependencies(node))
-    return found[::-1]
+    return nodes_before(graph, [y], set(sources))[::-1]
 
 
 def _copy(node: ir.Node, mapping: dict[ir.Value, ir.Value], names: Names) -> ir.Node:

@@ -48,7 +48,7 @@ def left_out(pattern: str, found: Sequence[str], names: Sequence[str], origins: 
             texts.append(f"nodes of this module also read {_listed(read)}, which it does not match")
         unsure = [n for n in others if n not in read and _may_belong(n, found, origins)]
         if unsure:
-            texts.append(f"the file does not tell to which module {_listed(unsure)} belonged")
+            texts.append(f"the file does not say to which module {_listed(unsure)} belonged")
     return f"the pattern {pattern!r} matches only {_listed(found)}: {'; '.join(texts)}" if texts else None
 
 
@@ -85,7 +85,7 @@ def not_in_file(pattern: str, origins: Origins) -> str:
 
 
 def cure(origins: Origins) -> str:
-    """Return how to export a PyTorch module whose parameters shall stay as they are."""
+    """Return how to export a PyTorch module so that its parameters stay as they are."""
     if origins.exporter == "dynamo":
         return "export by torch.onnx.export(..., dynamo=True, optimize=False)"
     return (
@@ -123,7 +123,7 @@ def describe_changes(names: Iterable[str], origins: Origins) -> str | None:
         texts.append(f"parameters were replaced by what is computed from them: {'; '.join(shown)}")
     unknown = [n for n in names if n in origins.unknown]
     if unknown:
-        texts.append(f"the file does not tell from what {_listed(unknown)} {_was(unknown)} computed")
+        texts.append(f"the file does not say from what {_listed(unknown)} {_was(unknown)} computed")
     modules = {module_of_name(other) for name in names for other in origins.names(name)}
     gone = [name for name in origins.removed if module_of_name(name) in modules]
     if gone:

@@ -159,7 +159,7 @@ class _Reader:
                 if operand is None:
                     missing[name] = None
                 else:
-                    # A tensor that the file does not tell about is the parameter, in another form.
+                    # A tensor about which the file says nothing is the parameter, in another form.
                     result.parameters[operand] = True
                     result.add_alias(operand, name)
         return list(missing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -94,6 +94,18 @@ def all_graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
     for node in graph:
         for inner in subgraphs(node):
             yield from all_graphs(inner)
+
+
+def nodes_before(
+    graph: ir.Graph, values: Iterable[ir.Value], stop: Collection[ir.Value] = ()
+) -> list[ir.Node]:
+    """Return the nodes of a graph on which values depend, last one first, up to the values `stop`."""
+    needed, found = set(values), []
+    for node in reversed(graph):
+        if any(value in needed and value not in stop for value in node.outputs):
+            needed.update(dependencies(node))
+            found.append(node)
+    return found
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:

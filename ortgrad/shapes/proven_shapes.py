@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
-from ortgrad.graph.traversal import all_nodes, dependencies, is_operator, subgraphs
+from ortgrad.graph.traversal import all_nodes, dependencies, is_operator, nodes_before, subgraphs
 from ortgrad.shapes.defined_types import infer_defined_types
 from ortgrad.shapes.loop_shapes import infer_loop_shapes
 from ortgrad.shapes.required_ranks import apply_required_ranks
@@ -136,12 +136,7 @@ def unknown_ranks(graph: ir.Graph, outputs: Iterable[ir.Value]) -> list[ir.Value
 
 def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
     """Yield the values of a graph and its subgraphs that the outputs depend on, in topological order."""
-    needed, nodes = set(outputs), []
-    for node in reversed(graph):
-        if any(value in needed for value in node.outputs):
-            needed.update(dependencies(node))
-            nodes.append(node)
-    for node in reversed(nodes):
+    for node in reversed(nodes_before(graph, outputs)):
         for inner in subgraphs(node):
             yield from inner.inputs
             yield from _needed(inner, inner.outputs)

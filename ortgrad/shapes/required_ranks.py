@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from ortgrad.autodiff.unbroadcast import KEEPING
 from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.traversal import all_nodes, dependencies, is_standard, subgraphs
+from ortgrad.graph.traversal import all_nodes, is_standard, nodes_before, subgraphs
 from ortgrad.operators.declaration import DOMAIN
 from ortgrad.shapes.computed_sizes import BROADCASTS, words
 
@@ -84,13 +84,10 @@ def _relations(
 
 def _needed(graph: ir.Graph, outputs: Iterable[ir.Value]) -> Iterator[tuple[ir.Graph, ir.Node]]:
     """Yield the nodes on which the outputs depend, and those in their subgraphs, each with its graph."""
-    needed = set(outputs)
-    for node in reversed(graph):
-        if any(value in needed for value in node.outputs):
-            needed.update(dependencies(node))
-            yield graph, node
-            for inner in subgraphs(node):
-                yield from _needed(inner, inner.outputs)
+    for node in nodes_before(graph, outputs):
+        yield graph, node
+        for inner in subgraphs(node):
+            yield from _needed(inner, inner.outputs)
 
 
 def _of_node(node: ir.Node, opset: int) -> Iterator[Relation]:

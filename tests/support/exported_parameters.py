@@ -184,7 +184,7 @@ class Comparison:
             if not any(map(self.warns, (name, *self.places[name]))):
                 texts.append(f"{name}: copied")
         texts += [f"{name}: others" for name in self.others if not self.warns(name)]
-        told = "folded into" in self.chosen.warning or "does not tell from what" in self.chosen.warning
+        told = "folded into" in self.chosen.warning or "does not say from what" in self.chosen.warning
         if way != "script" or not told:
             texts += [f"{name}: changed" for name in self.changed if not self.warns(name)]
         return texts

@@ -363,7 +363,7 @@ def test_a_tensor_that_may_belong_to_a_module() -> None:
     text = left_out("mixer.proj.*", names[:1], names, origins)
     assert text is not None
     assert text.endswith(
-        "matches only 'mixer.proj.weight': the file does not tell to which module 'onnx::Add_42' belonged"
+        "matches only 'mixer.proj.weight': the file does not say to which module 'onnx::Add_42' belonged"
     )
     assert left_out("mixer.proj.weight", names[:1], names, origins) is None
 

@@ -199,7 +199,7 @@ class Program:
                 raise ValueError(f"v{i} cannot be a result")
         for total in self.sums:
             if not total.axes or not set(total.without) <= set(total.axes) or min(total.axes) < 0:
-                raise ValueError(f"{str(total)!r} is no sum")
+                raise ValueError(f"{str(total)!r} is not a sum")
             if total.value >= known + len(self.steps) or self.types[total.value] != "float":
                 raise ValueError(f"v{total.value} cannot be added up")
         if len({total.by_rows for total in self.sums}) > 1:
@@ -218,7 +218,7 @@ def _constant_text(constant: Constant) -> str:
 def _read_operand(text: str) -> Operand:
     type_, kind, *ones = text.split()
     if type_ not in ("float", "bool") or kind not in ("row", "one") or len(ones) > 1:
-        raise ValueError(f"{text!r} describes no input")
+        raise ValueError(f"{text!r} does not describe an input")
     count = int(ones[0]) if ones else 0
     if not 0 <= count <= MOST_DIMENSIONS:
         raise ValueError(f"{text!r} has {count} axes of one element")
@@ -228,7 +228,7 @@ def _read_operand(text: str) -> Operand:
 def _read_sum(text: str) -> Total:
     found = _SUM.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is no sum")
+        raise ValueError(f"{text!r} is not a sum")
     value, axes, without, kind = found.groups(default="")
     return Total(int(value), tuple(map(int, axes.split())), tuple(map(int, without.split())), kind == "rows")
 
@@ -241,7 +241,7 @@ def _read_step(text: str, i: int) -> Step:
         or not isinstance(call.func, ast.Name)
         or not text.startswith(f"v{i} = ")
     ):
-        raise ValueError(f"{text!r} is no step v{i}")
+        raise ValueError(f"{text!r} is not step v{i}")
     attributes = tuple((str(k.arg), _number(k.value)) for k in call.keywords)
     return Step(call.func.id, tuple(map(_read_argument, call.args)), attributes)
 
@@ -250,7 +250,7 @@ def _read_argument(tree: ast.expr) -> int | Constant:
     if isinstance(tree, ast.Name):
         found = _VALUE.fullmatch(tree.id)
         if found is None:
-            raise ValueError(f"{tree.id!r} is no value")
+            raise ValueError(f"{tree.id!r} is not a value")
         return int(found[1])
     rank = 0
     while isinstance(tree, ast.List):
@@ -262,5 +262,5 @@ def _read_argument(tree: ast.expr) -> int | Constant:
 def _number(tree: ast.expr) -> float:
     number = ast.literal_eval(tree)
     if not isinstance(number, (int, float)):
-        raise ValueError(f"{number!r} is no number")
+        raise ValueError(f"{number!r} is not a number")
     return float(number)
