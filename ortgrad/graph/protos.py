@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
 _Message = TypeVar("_Message")
 
@@ -15,6 +16,13 @@ INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
 FLOATS = (FLOAT, DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # Before this IR version every initializer is also a graph input, but onnxruntime accepts no feed for it.
 FIRST_WITH_CONSTANTS = 4
+# The types of numbers in attributes of Constant.
+_CONSTANT_TYPES = {
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+}
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -44,6 +52,17 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 def is_operator(node: onnx.NodeProto, op_type: str) -> bool:
     """Return whether a node has this standard operator."""
     return node.op_type == op_type and node.domain in ("", "ai.onnx")
+
+
+def constant_tensor(node: onnx.NodeProto) -> TensorProto | None:
+    """Return the tensor of a Constant node; None for other nodes, for text and for sparse tensors."""
+    for attribute in node.attribute if is_operator(node, "Constant") else ():
+        if attribute.name == "value":
+            return attribute.t
+        if attribute.name in _CONSTANT_TYPES:
+            array = np.array(helper.get_attribute_value(attribute), _CONSTANT_TYPES[attribute.name])
+            return numpy_helper.from_array(array)
+    return None
 
 
 def declared_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ortgrad.errors import ModelError
-from ortgrad.graph.protos import all_graphs, all_nodes, copy_of, dependencies, is_operator
+from ortgrad.graph.protos import all_graphs, all_nodes, constant_tensor, copy_of, dependencies, is_operator
 
 # From this opset on, an attribute says whether a BatchNormalization trains; before, the number of outputs.
 _FIRST_WITH_MODE = 14
@@ -85,15 +85,9 @@ def _drop_duplicates(graph: onnx.GraphProto) -> None:
 
 
 def _value(node: onnx.NodeProto) -> Any:
-    """Return the value of a Constant: a TensorProto, or an array of numbers."""
-    values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if "value" in values:
-        return values["value"]
-    for kind, dtype in (("float", np.float32), ("int", np.int64)):
-        for name in (f"value_{kind}", f"value_{kind}s"):
-            if name in values:
-                return np.array(values[name], dtype)
-    return values
+    """Return the value of a Constant: a TensorProto, or its attributes."""
+    tensor = constant_tensor(node)
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute} if tensor is None else tensor
 
 
 def _are_equal(a: Any, b: Any) -> bool:

@@ -9,9 +9,10 @@ from onnx import version_converter
 from ortgrad.autodiff.defined_nodes import put_definition
 from ortgrad.autodiff.definitions import RETIRED, find_definition
 from ortgrad.errors import ModelError, NodeError
+from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.old_scans import hide_old_scans, restore_scans
-from ortgrad.graph.recorder import MINIMUM_OPSET
+from ortgrad.graph.recorder import MINIMUM_OPSET, Recorder
 from ortgrad.graph.schema_functions import unchanged
 from ortgrad.graph.serialization import refill, to_proto
 from ortgrad.graph.traversal import all_nodes, is_operator
@@ -118,21 +119,12 @@ def _flatten_hardmax(model: ir.Model) -> None:
 
     The converter does this for Softmax and LogSoftmax, but not for Hardmax.
     """
+    opset, names = model.opset_imports[""], Names.later(model)
     for node in list(all_nodes(model.graph)):
-        if not is_operator(node, "Hardmax") or node.graph is None:
-            continue
-        axis = node.attributes.get_int("axis", 1)
-        x, y = node.inputs[0], node.outputs[0]
-        shape = ir.node("Shape", [x])
-        flat = ir.node("Flatten", [x], {"axis": axis})
-        hard = ir.node("Hardmax", flat.outputs, {"axis": 1})
-        back = ir.node("Reshape", [hard.outputs[0], shape.outputs[0]])
-        for made in (shape, flat, hard, back):
-            made.outputs[0].name = f"{y.name}/{made.op_type}"
-        back.outputs[0].type, back.outputs[0].shape = y.type, y.shape
-        ir.convenience.replace_nodes_and_values(
-            node.graph, node, [node], [shape, flat, hard, back], [y], back.outputs
-        )
+        if is_operator(node, "Hardmax"):
+            op, x = Recorder(opset, names, node.name or f"{node.outputs[0].name}"), node.inputs[0]
+            flat = op.Flatten(x, axis=node.attributes.get_int("axis", 1))
+            put_in_place(node, [], op, [op.Reshape(op.Hardmax(flat, axis=1), op.Shape(x))])
 
 
 def _roundings(model: ir.Model) -> dict[str, str]:

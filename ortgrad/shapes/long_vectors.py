@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import onnx
-from onnx import AttributeProto, TensorProto
+from onnx import TensorProto
 
-from ortgrad.graph.protos import all_graphs, declared_values
+from ortgrad.graph.protos import all_graphs, constant_tensor, declared_values
 from ortgrad.graph.validation import SIZE_MAKERS, made_elements, small_constants
 
 # Longer than any shape, and short enough for inference to be fast.
@@ -89,8 +89,6 @@ def _element_types(graph: onnx.GraphProto) -> dict[str, int]:
     """Return the element types of initializers and Constant nodes, by name."""
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type == "Constant":
-            for attribute in node.attribute:
-                whole = attribute.type in (AttributeProto.INT, AttributeProto.INTS)
-                types[node.output[0]] = TensorProto.INT64 if whole else attribute.t.data_type
+        if (tensor := constant_tensor(node)) is not None:
+            types[node.output[0]] = tensor.data_type
     return types

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
-from ortgrad.graph.protos import is_operator, subgraphs
+from ortgrad.graph.protos import constant_tensor, subgraphs
 
 _TYPES = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.FLOAT)
 # In elements: more than any shape has.
@@ -44,7 +43,7 @@ def copy_constants_inside(graph: onnx.GraphProto, outer: _Scope | None = None) -
     scope = _Scope(graph, outer)
     copied: dict[str, TensorProto] = {}
     for node in graph.node:
-        tensor = _constant(node)
+        tensor = constant_tensor(node)
         if tensor is not None and _is_small(tensor):
             scope.constants[node.output[0]] = tensor
         for subgraph in subgraphs(node):
@@ -62,14 +61,3 @@ def copy_constants_inside(graph: onnx.GraphProto, outer: _Scope | None = None) -
 def _is_small(tensor: TensorProto) -> bool:
     within = tensor.data_location != TensorProto.EXTERNAL
     return within and tensor.data_type in _TYPES and math.prod(tensor.dims) <= _LARGEST
-
-
-def _constant(node: onnx.NodeProto) -> TensorProto | None:
-    if not is_operator(node, "Constant"):
-        return None
-    for attribute in node.attribute:
-        if attribute.name == "value":
-            return attribute.t
-        if attribute.name in ("value_int", "value_ints"):
-            return numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), np.int64))
-    return None
