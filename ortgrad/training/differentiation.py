@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import helper
 
 from ortgrad.errors import ModelError, TrainingModelError
 from ortgrad.graph.bodies import is_body
@@ -21,6 +19,7 @@ from ortgrad.pipelines.opening import OPENING
 from ortgrad.pipelines.stops import warn_about_stops
 from ortgrad.training.evaluation import in_evaluation
 from ortgrad.training.forms import in_training
+from ortgrad.training.protos import Nodes
 
 
 def differentiate(
@@ -67,15 +66,6 @@ def _scalar(model: onnx.ModelProto, loss: str) -> str:
         return loss
     if any(size not in (1, "?") for size in sizes):
         raise TrainingModelError(f"the loss {loss!r} is not a scalar: its shape is {sizes}; reduce it")
-    taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
-    scalar, shape_name = (_fresh(f"{loss}/{part}", taken) for part in ("scalar", "shape"))
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(0, np.int64), shape_name))
+    op = Nodes(model)
     # Fails in a run in which the loss has more than one element.
-    model.graph.node.append(helper.make_node("Reshape", [loss, shape_name], [scalar], name=scalar))
-    return scalar
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
+    return op.Reshape(loss, op.constant("shape", [], onnx.TensorProto.INT64))

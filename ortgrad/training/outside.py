@@ -12,9 +12,9 @@ from ortgrad.graph.protos import all_graphs, copy_of, keep, replace
 
 
 def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
-    """Return a copy of the model in which these weights are initializers of the main graph.
+    """Return the model, or a copy of it, in which these weights are initializers of the main graph.
 
-    They may be Constant nodes, or in subgraphs or functions; these are inlined.
+    They may be Constant nodes, or in subgraphs or functions; functions are inlined.
     """
     if model.functions:
         from ortgrad.graph.bodies import is_body
@@ -22,11 +22,12 @@ def with_weights_outside(model: onnx.ModelProto, names: Collection[str]) -> onnx
         from ortgrad.passes.inline import inline
 
         model = write(inline(read(model), lambda function: not is_body(function)), model)
+    wanted = set(names) - {tensor.name for tensor in model.graph.initializer}
+    if not wanted:
+        return model
     made = copy_of(model)
-    main = {tensor.name for tensor in made.graph.initializer}
-    wanted = set(names) - main
     # Inner graphs first: nodes that are kept are copied together with the graphs in them.
-    for graph in reversed(list(all_graphs(made.graph))) if wanted else ():
+    for graph in reversed(list(all_graphs(made.graph))):
         moved = _take(graph, wanted, main=graph is made.graph)
         made.graph.initializer.extend(moved)
     main = {tensor.name for tensor in made.graph.initializer}
