@@ -19,9 +19,10 @@ from support.optimizers import NAMES, SEQUENCE, adamw, optimizer_model
 import ortgrad
 from ortgrad.compat import optimizer_nodes
 from ortgrad.compiled import machine_code
-from ortgrad.errors import TrainingModelError
+from ortgrad.errors import RegistrationError, TrainingModelError
 from ortgrad.training.buffers import Arena
 from ortgrad.training.optimizers import kernels, passes
+from ortgrad.training.optimizers.formulas import record
 from ortgrad.training.optimizers.passes import CHUNK, Pass, Sums, Update
 from ortgrad.training.state import Group
 
@@ -222,6 +223,31 @@ def test_norm_is_accurate(compiled: bool) -> None:
     huge = np.full(1000, 1e30, np.float32)
     assert kernels.norm([huge], compiled=compiled) == pytest.approx(math.sqrt(1000) * 1e30, rel=1e-6)
     assert math.isnan(kernels.norm([np.float32([1, np.nan])], compiled=compiled))
+
+
+def test_a_formula_in_numpy_keeps_what_is_read_later() -> None:
+    def formula(w: Any, g: Any, m: Any, rate: Any) -> Any:
+        a, b = m * rate, g * g
+        c = a + b
+        m = a * b + m
+        return w - np.sqrt(c + a) * (m + b), m
+
+    arrays = [np.random.default_rng(i).random(50) + 1 for i in range(3)]
+    expected = formula(*arrays, np.float64(0.5))
+    before = arrays[1].copy()
+    program = record(formula, 3, 1, (0, 2))
+    program.run(arrays, [np.float64(0.5)], [np.empty(50) for _ in range(program.scratch)])
+    assert np.array_equal(arrays[0], expected[0]) and np.array_equal(arrays[2], expected[1])
+    assert np.array_equal(arrays[1], before)
+
+
+def test_a_formula_that_reads_what_it_has_overwritten_is_refused() -> None:
+    def formula(w: Any, g: Any) -> Any:
+        changed = w + g
+        return changed, w * g
+
+    with pytest.raises(RegistrationError, match="formula reads an array after"):
+        record(formula, 2, 0, (0, 1))
 
 
 # Rules
