@@ -132,7 +132,7 @@ def _missing(kernels: Iterable[tuple[CompiledKernel, tuple[str, ...]]]) -> list[
             job = _job(kernel, dtypes)
         except Exception:
             continue  # `block` raises it
-        if job.source.is_text and job.key not in _loaded and not cache.has(job.key):
+        if job.key not in _loaded and job.source.is_text and not cache.has(job.key):
             jobs[job.key] = job
     return list(jobs.values())
 

@@ -97,7 +97,7 @@ class Recorder(ir.tape.Tape):
                 tensor = ir.TensorType(element)
                 output.type = ir.SequenceType(tensor) if op_type in _TO_SEQUENCES else tensor
         result = outputs[0] if _outputs == 1 else outputs
-        if op_type not in RANDOM and not any(isinstance(a, ir.Graph) for a in attributes.values()):
+        if op_type not in RANDOM and not any(type(a) is ir.Graph for a in attributes.values()):
             self._recorded[key] = result
         return result
 

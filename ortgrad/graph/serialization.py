@@ -54,7 +54,7 @@ def _own_names(model: ir.Model) -> None:
         for node in graph:
             tensor = node.attributes.get("value") if node.op_type == "Constant" else None
             if tensor is not None and not tensor.is_ref():
-                node.attributes["value"] = ir.AttrTensor("value", _with_own_name(tensor.as_tensor()))
+                node.attributes["value"] = ir.AttrTensor("value", _with_own_name(tensor.value))
 
 
 def _with_own_name(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

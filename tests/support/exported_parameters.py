@@ -28,6 +28,7 @@ from ortgrad.errors import NameNotFoundError
 from ortgrad.graph import matching
 from ortgrad.graph.exporters import read_origins
 from ortgrad.training import selection
+from support.exporters import keep_tables
 
 # Both exporters, with and without what changes parameters.
 WAYS = ("dynamo", "dynamo as written", "script", "script as written")
@@ -55,6 +56,7 @@ def export(module: nn.Module, args: tuple[Any, ...], way: str, **options: Any) -
     module = module.eval()
     with quiet():
         if way.startswith("dynamo"):
+            keep_tables()
             program = torch.onnx.export(
                 module, args, dynamo=True, optimize=way == "dynamo", verbose=False, **options
             )

@@ -33,6 +33,8 @@ except ModuleNotFoundError:
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
+from support.exporters import keep_tables
+
 KINDS = ("operators", "modules", "training modules")
 EXPORTERS = ("script", "dynamo")
 # Their backward functions ignore the gradients of the statistics, which are further outputs.
@@ -229,13 +231,4 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    original, kept = ONNXRegistry.from_torchlib, {}
-
-    def from_torchlib(*args: Any, **options: Any) -> Any:
-        key = (args, *options.items())
-        kept[key] = kept.get(key) or original(*args, **options)
-        return kept[key]
-
-    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+    keep_tables()

@@ -14,6 +14,7 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
+from ..exporters import keep_tables
 from .architecture import EXPORTED, TEXT, TORCHSCRIPT, Architecture
 from .texts import parse
 
@@ -59,6 +60,7 @@ def export(architecture: Architecture, module: nn.Module, exporter: str) -> onnx
                 **names,
             )
             return onnx.load_from_string(file.getvalue())
+        keep_tables()
         dims = {name: torch.export.Dim(name) for name in EXPORTED}
         program = torch.onnx.export(
             module,
