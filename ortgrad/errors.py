@@ -12,7 +12,7 @@ class ModelError(OrtgradError, ValueError):
 
 
 class NodeError(ModelError):
-    """A node is wrong: unknown or missing attribute, missing input, unknown rank or type."""
+    """A node is invalid: unknown or missing attribute, missing input, unknown rank or type."""
 
 
 class NameNotFoundError(ModelError, KeyError):
@@ -56,11 +56,11 @@ class KernelError(OrtgradError, RuntimeError):
 
 
 class MissingPackageError(OrtgradError, ImportError):
-    """An optional package is needed, and not installed; the message says how to install it."""
+    """An optional package is needed but not installed; the message says how to install it."""
 
 
 class TrainingError(OrtgradError, RuntimeError):
-    """A training step, or what is needed for one, is not possible."""
+    """A training step, or its preparation, is not possible."""
 
 
 class CheckpointError(TrainingError):
@@ -75,7 +75,7 @@ class TrainingFileError(OSError, TrainingError):
 
 
 class CheckpointFileError(TrainingFileError, CheckpointError):
-    """The file of a checkpoint cannot be opened, read or written; `errno` says why."""
+    """A checkpoint file cannot be opened, read or written; `errno` says why."""
 
 
 class TrainingModelError(TrainingError, ModelError):
@@ -83,7 +83,7 @@ class TrainingModelError(TrainingError, ModelError):
 
 
 class NoParametersError(TrainingError, IndexError):
-    """An optimizer is asked for, but there is no parameter to train."""
+    """An optimizer is requested, but there is no parameter to train."""
 
 
 class ParameterNotFoundError(OrtgradError, KeyError):

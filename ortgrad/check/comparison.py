@@ -16,7 +16,7 @@ import numpy as np
 
 from ortgrad.check.differences import Differences, rounding_of
 from ortgrad.check.objective import Objective, Point, distance
-from ortgrad.check.result import Row
+from ortgrad.check.result import Row, unjudged
 from ortgrad.check.verdicts import (
     ACCURACY,
     COARSE_TOLERANCE,
@@ -131,13 +131,12 @@ class Comparison:
                 verdict = not_judged("the gradient is not finite, and neither are the results")
             if not verdict.reason:
                 beside = f"beside the given point: there, {first}" if first else ""
-                finite = (
-                    "" if np.isfinite(verdict.error) else "it is not finite, though the function is smooth"
-                )
-                notes = "; ".join(filter(None, (finite or note, beside)))
+                if not np.isfinite(verdict.error):
+                    note = "it is not finite, though the function is smooth"
+                notes = "; ".join(filter(None, (note, beside)))
                 return Row(name, verdict.error, verdict.allowed, notes)
             first = first or verdict.reason
-        return Row(name, np.nan, np.nan, first, judged=False)
+        return unjudged(name, first)
 
     def _at(self, point: Point, name: str) -> tuple[Verdict, str]:
         """Return the verdict at a point from several directions, and a note on it."""
@@ -219,7 +218,7 @@ class Comparison:
         single = forward.single
         rounding = 4 * rounding_of("float64", single=single) * float(np.linalg.norm(point.base))
         function = objective.along(point, directions)
-        differences = Differences(function, forward.steps, rounding, single=single)
+        differences = Differences(function, forward.steps, rounding)
         verdicts: list[Verdict] = []
         # Backwards, because the other gradients need few measurements if those in double are right.
         for number in range(len(point.gradients) - 1, -1, -1):

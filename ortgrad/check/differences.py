@@ -16,18 +16,20 @@ SINGLE_EPS = float(np.finfo(np.float32).eps)
 class Steps(NamedTuple):
     """Step sizes for differences, relative to the size of a value.
 
-    `quick` is tried first, then the steps in `few`, then all.
+    `quick` is tried first, then the steps in `few`, then all. `single` says that they are for a function in
+    single precision.
     """
 
     every: tuple[float, ...]
     quick: float
     few: tuple[float, ...]
+    single: bool
 
 
 _DOUBLE = tuple(1e-1 / RATIO**k for k in range(12))
-DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[7], _DOUBLE[4:8])
+DOUBLE_STEPS = Steps(_DOUBLE, _DOUBLE[7], _DOUBLE[4:8], single=False)
 # Large steps, because a forward pass in single precision has large rounding errors.
-SINGLE_STEPS = Steps(_DOUBLE[:7], _DOUBLE[2], ())
+SINGLE_STEPS = Steps(_DOUBLE[:7], _DOUBLE[2], (), single=True)
 NOISE_STEP = 1e-6  # between the points at which noise is measured; float32 rounds at 1e-7
 NOISE_POINTS = 7
 
@@ -49,13 +51,10 @@ class Differences:
     `rounding` is a lower bound of the rounding error of a sum.
     """
 
-    def __init__(
-        self, function: Callable[[float], np.ndarray], steps: Steps, rounding: float, *, single: bool
-    ) -> None:
+    def __init__(self, function: Callable[[float], np.ndarray], steps: Steps, rounding: float) -> None:
         self._function = function
         self._steps = steps
         self._rounding = rounding
-        self._single = single
         self._measured: Derivative | None = None
         self.quick = central(function, steps.quick)
 
@@ -78,7 +77,7 @@ class Differences:
         return self._measured
 
     def _derivative(self, steps: Sequence[float]) -> Derivative:
-        return derivative(self._function, steps, self._rounding, plateaus=self._single)
+        return derivative(self._function, steps, self._rounding, plateaus=self._steps.single)
 
 
 def noise_of(function: Callable[[float], np.ndarray]) -> float:

@@ -53,7 +53,7 @@ class Forward(NamedTuple):
     @property
     def single(self) -> bool:
         """Whether `run` computes in single precision."""
-        return self.steps is SINGLE_STEPS
+        return self.steps.single
 
 
 def make_forward(

@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 from ortgrad.check.comparison import Clock
 from ortgrad.check.reachable import PathNode
-from ortgrad.check.result import GradientCheck, Row
+from ortgrad.check.result import GradientCheck, Row, unjudged
 from ortgrad.check.running import values_of
 from ortgrad.check.verdicts import TIME_OUT
 from ortgrad.errors import OrtgradError
@@ -49,7 +49,7 @@ def check_nodes(
         if clock.left > 0:
             rows[i] = _check_node(items[i], proto, values, check, clock.left)
         else:
-            rows[i] = Row(_name(items[i]), np.nan, np.nan, TIME_OUT, judged=False)
+            rows[i] = unjudged(_name(items[i]), TIME_OUT)
         report(rows[i].name)
     return [rows[i] for i in range(len(items))]
 
@@ -76,14 +76,14 @@ def _check_node(
     """Return the worst row of one node."""
     node, name = item.node, _name(item)
     if not all(isinstance(values[k], np.ndarray) for k in (*dependencies(node), *item.of)):
-        return Row(name, np.nan, np.nan, "it does not work on tensors alone", judged=False)
+        return unjudged(name, "it does not work on tensors alone")
     model = _model_of(item, proto, values)
     feeds = {value.name: values[value.name] for value in model.graph.input}
     try:
         with quiet_stops():
             result = check(model, feeds, wrt=item.wrt, of=item.of, seconds=seconds)
     except OrtgradError as error:
-        return Row(name, np.nan, np.nan, one_line(error), judged=False)
+        return unjudged(name, one_line(error))
     wrong = [row for row in result.rows if row.wrong]
     judged = [row for row in result.rows if row.judged]
     worst = max(wrong or judged or result.rows, key=lambda row: row.error / row.tolerance)

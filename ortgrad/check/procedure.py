@@ -21,7 +21,7 @@ from ortgrad.check.per_node import check_nodes, intermediate_values
 from ortgrad.check.random_feeds import complete_feeds, describe_type
 from ortgrad.check.randomness import training_switches, with_fixed_draws, with_marked_draws
 from ortgrad.check.reachable import differentiable, nodes_between, rounding_behind
-from ortgrad.check.result import GradientCheck, Row
+from ortgrad.check.result import GradientCheck, Row, unjudged
 from ortgrad.check.running import Backward
 from ortgrad.errors import ModelError, OrtgradError
 from ortgrad.graph.feeds import Arrays
@@ -78,11 +78,7 @@ def check(
     if forward.on_onnxruntime and any(h.value.dtype != np.float64 for h in forward.handles.values()):
         # Some operators have no gradient in double. Warnings about zero gradients were issued above.
         with suppress(OrtgradError), quiet_stops():
-            double = in_double(marked)
-            double = build_gradient_model(
-                double, wrt=targets, of=outputs, feeds=_if_complete(double, complete)
-            )
-            passes.append(Backward(with_double_forms(with_fixed_draws(double)), targets, kernels))
+            passes.append(_backward_in_double(marked, targets, outputs, complete, kernels))
     known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     seeds = [value.name for value in built.graph.input if value.name not in known]
     objective = Objective(forward, passes, outputs, seeds, generator)
@@ -103,7 +99,7 @@ def check(
     rounding = rounding_behind(marked, outputs)
     for name in (name for name in targets if name in rounding):
         note = f"straight-through because of the {rounding[name]}: not the slope of the output"
-        add(Row(name, np.nan, np.nan, note, judged=False))
+        add(unjudged(name, note))
     comparison.compare([name for name in targets if name not in rounding], add)
     checked: list[Row] = []
     if nodes:
@@ -120,6 +116,19 @@ def check(
     precisions = tuple(dict.fromkeys(array.dtype.name for array in gradients))
     ordered = tuple(rows[name] for name in targets)
     return GradientCheck(ordered, forward.name, tuple(checked), precisions, fixed)
+
+
+def _backward_in_double(
+    marked: onnx.ModelProto,
+    targets: Sequence[str],
+    outputs: Sequence[str],
+    feeds: Arrays,
+    kernels: Kernels,
+) -> Backward:
+    """Return the backward pass of the model in double, with fixed draws."""
+    double = in_double(marked)
+    double = build_gradient_model(double, wrt=targets, of=outputs, feeds=_if_complete(double, feeds))
+    return Backward(with_double_forms(with_fixed_draws(double)), targets, kernels)
 
 
 def _if_complete(proto: onnx.ModelProto, feeds: Arrays) -> Arrays | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ class Row:
     def wrong(self) -> bool:
         """Whether the gradient is wrong."""
         return self.judged and not self.ok
+
+
+def unjudged(name: str, reason: str) -> Row:
+    """Return the row of a gradient, or of a node, that is not judged."""
+    return Row(name, math.nan, math.nan, reason, judged=False)
 
 
 @checked

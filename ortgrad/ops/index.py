@@ -319,7 +319,7 @@ def unique_gradient(node: ForwardNode) -> ir.Value:
 @gradient("Compress")
 def compress_gradient(node: ForwardNode) -> ir.Value:
     op, x, axis = node.op, node.input(0), node.attribute("axis")
-    # onnxruntime ignores the part of the condition that is longer than the input.
+    # onnxruntime ignores the part of the condition beyond the length of the input.
     length = size_of(op, x) if axis is None else op.Gather(op.shape_of(x), [axis])
     condition = op.Slice(node.input(1), [0], length)
     return _selected_back(node, op.Squeeze(op.NonZero(condition), [0]))

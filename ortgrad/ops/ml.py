@@ -255,7 +255,7 @@ class _Kernel:
 def _pairs(node: ForwardNode, sizes: Sequence[int]) -> np.ndarray:
     """The coefficients by pair of classes and support vector, as libsvm stores them.
 
-    Vectors of a class have one coefficient per other class.
+    Each vector of a class has one coefficient for every other class.
     """
     given = _matrix(node, "coefficients", len(sizes) - 1)
     if given.shape[1] != sum(sizes):

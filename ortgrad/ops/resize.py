@@ -14,7 +14,7 @@ from ortgrad.graph.lazy import ir
 
 # Attributes that do not apply to the matrix of one axis.
 _OF_X = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
-# With integer factors, these (coordinates, rounding) of nearest neighbours repeat every element.
+# With integer factors, these pairs (coordinates, rounding) of nearest neighbours repeat every element.
 _REPEATING = {
     ("asymmetric", "floor"),
     ("tf_half_pixel_for_nn", "floor"),

@@ -1,6 +1,6 @@
 """Gradient rules of operators on sequences.
 
-The gradient of a sequence is a sequence of its length: element i is the gradient of element i.
+The gradient of a sequence is a sequence of the same length, whose element i is the gradient of element i.
 """
 
 from __future__ import annotations

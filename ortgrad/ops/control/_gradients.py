@@ -1,15 +1,15 @@
 """Gradient rules of If, Loop and Scan.
 
-The backward node runs the subgraph's forward nodes again, and then their backward nodes. The iterations
-of a loop are processed from last to first: the forward node is changed to save the states at the start of
-every iteration, and the backward node carries the gradients of the states, and a sum for every outer
-value that the body reads, unless that sum can be computed after the loop (see _stacked). A state
-that the body passes on unchanged is treated as an outer value, so neither it nor its gradient is stacked.
+The backward node runs the subgraph's forward nodes again, and then their backward nodes. The iterations of a
+loop are processed from last to first: the forward node is changed to save the states at the start of every
+iteration (`_states`). The backward node carries the gradients of the states, and a sum for every outer value
+that the body reads (`_steps`), unless that sum can be computed after the loop (`_stacked`). A state that the
+body passes on unchanged is treated as an outer value, so neither it nor its gradient is stacked.
 
 The states of a Loop may change their shape from iteration to iteration, but only tensors of equal shapes can
-be stacked. Other states are saved in sequences, by a second Loop that runs the forward body again.
-There are no sequences of sequences: a sequence state that the backward nodes read is computed again for
-every iteration, from the first one on; one that is only appended to is not.
+be stacked. Other states are saved in sequences, by a second Loop that runs the forward body again. There are
+no sequences of sequences: a state that is a sequence and is read by the backward nodes is computed again for
+every iteration, beginning with the first. A sequence that the body only appends to is not read.
 """
 
 from __future__ import annotations
