@@ -125,7 +125,7 @@ def make_model(
     declares shapes by name; `dtype` is the element type of all floating-point tensors.
     """
     nodes = [nodes] if isinstance(nodes, onnx.NodeProto) else list(nodes)
-    # Nodes that helper.make_node made leave out inputs and outputs by empty names.
+    # In nodes from helper.make_node, absent inputs and outputs have empty names.
     made = {name for node in nodes for name in node.output if name}
     read = {name for node in nodes for name in node.input if name}
     types = _element_types(nodes, np.dtype(dtype).name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ortgrad.autodiff.definitions import find_definition
+from ortgrad.autodiff.definitions import Definition, find_definition
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import NodeError
 from ortgrad.graph.attributes import attributes_of
@@ -19,9 +19,14 @@ def put_definition(node: ir.Node, opset: int, names: Names) -> bool:
     Raises NodeError if the definition does not cover the node.
     """
     definition = find_definition(node.op_type, node.domain)
-    if definition is None:
-        return False
-    op = Recorder(opset, names, f"{node.name or next(v.name for v in node.outputs if v.name)}")
+    if definition is not None:
+        replace_by(node, definition, opset, names)
+    return definition is not None
+
+
+def replace_by(node: ir.Node, definition: Definition, opset: int, names: Names) -> None:
+    """Replace a node by a definition; raises NodeError if the definition does not cover the node."""
+    op = Recorder(opset, names, node.name or next(v.name for v in node.outputs if v.name) or "")
     with op.arithmetic():
         results = definition(op, NodeView(node, attributes_of(node, opset)))
     values = [results] if isinstance(results, ir.Value) else list(results)
@@ -30,4 +35,3 @@ def put_definition(node: ir.Node, opset: int, names: Names) -> bool:
         if missing and (output.uses() or output.is_graph_output()):
             raise NodeError(f"its output {i} has no definition")
     put_in_place(node, [], op, values)
-    return True

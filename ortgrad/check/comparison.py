@@ -92,7 +92,7 @@ class Comparison:
                 add(Row(name, verdict.error, verdict.allowed, note, judged=not verdict.reason))
 
     def _groups(self, names: Sequence[str]) -> deque[Sequence[str]]:
-        """Return the targets in groups of equal size, which is 1 if there is time."""
+        """Return the targets in groups of equal size; each is a group of its own if there is time."""
         cost = 2 * self._objective.seconds * len(names)
         limit = min(PATIENCE, self._clock.left / 4)
         size = 1
@@ -101,7 +101,7 @@ class Comparison:
         return deque(names[i : i + size] for i in range(0, len(names), size))
 
     def _group(self, names: Sequence[str]) -> Verdict | None:
-        """Return the verdict on a group that is right, or that there is no time for; None for others."""
+        """Return the verdict on a group that is right, or if time has run out; None for other groups."""
         if self._clock.left <= 0:
             return not_judged(TIME_OUT)
         first, passes = self._objective.first, len(self._objective.passes)

@@ -152,7 +152,7 @@ def _extrapolated(values: Sequence[float], factor: float) -> np.ndarray:
 
 
 def _most_confirmed(values: np.ndarray, floors: np.ndarray) -> tuple[float, float]:
-    """Return the value that is closest to those of the neighbouring steps, and its distance from them."""
+    """Return the value that is closest to the values of its neighbouring steps, and the distance."""
     with np.errstate(invalid="ignore"):
         gaps = np.abs(np.diff(values))
         errors = np.maximum(gaps[:-1], gaps[1:]) + floors[2:-1]

@@ -15,10 +15,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortgrad.autodiff.defined_nodes import replace_by
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import NodeError
-from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.recorder import Recorder
 from ortgrad.graph.serialization import read, write
@@ -44,12 +43,9 @@ def with_double_forms(model: onnx.ModelProto) -> onnx.ModelProto:
         first = node.inputs[0] if node.inputs else None
         if form is None or first is None or first.dtype != ir.DataType.DOUBLE:
             continue
-        if sum(bool(output.uses() or output.is_graph_output()) for output in node.outputs) > 1:
-            continue
-        op = Recorder(opset, names, f"{node.name or node.outputs[0].name}/double")
-        # A node without a form stays as it is, and onnxruntime refuses the model.
-        with suppress(NodeError), op.arithmetic():
-            put_in_place(node, [], op, [form(op, NodeView(node, attributes_of(node, opset)))])
+        # A node that its form does not cover stays as it is, and onnxruntime refuses the model.
+        with suppress(NodeError):
+            replace_by(node, form, opset, names)
     return write(changed, model)
 
 

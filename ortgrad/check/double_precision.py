@@ -62,7 +62,7 @@ def _without_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _with_definitions(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with definitions in place of nodes that do not take double, unless there are none."""
+    """Return the model with nodes that do not accept double replaced by their definitions."""
     opsets = {o.domain: o.version for o in model.opset_import}
     narrow = with_schemas(_narrow_values, model.graph.node, low_values(model), opsets)
     if not narrow:

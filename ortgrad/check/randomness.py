@@ -13,10 +13,9 @@ import onnx
 import onnx_ir as ir
 from onnx import helper, numpy_helper
 
+from ortgrad.autodiff.defined_nodes import replace_by
 from ortgrad.autodiff.node_view import NodeView
 from ortgrad.errors import ModelError
-from ortgrad.graph.attributes import attributes_of
-from ortgrad.graph.gradient_nodes import put_in_place
 from ortgrad.graph.names import Names
 from ortgrad.graph.protos import BOOL, DOUBLE, all_nodes, subgraphs
 from ortgrad.graph.recorder import Recorder
@@ -70,16 +69,9 @@ def with_fixed_draws(model: onnx.ModelProto) -> onnx.ModelProto:
     fixed = read(model)
     names, opset = Names.of(fixed), fixed.opset_imports[""]
     for node in list(fixed.graph.all_nodes()):
-        if node.op_type not in GENERATORS | {"Dropout"}:
-            continue
-        view = NodeView(node, attributes_of(node, opset))
-        mark = view.attribute("seed", 0)
-        if mark < FIRST_MARK:
-            continue
-        op = Recorder(opset, names, f"{next(value.name for value in node.outputs if value.name)}.drawn")
-        drawn = _dropout if node.op_type == "Dropout" else _generated
-        with op.arithmetic():
-            put_in_place(node, [], op, drawn(op, view, int(mark)))
+        seed = node.attributes.get("seed")
+        if node.op_type in GENERATORS | {"Dropout"} and seed is not None and seed.value >= FIRST_MARK:
+            replace_by(node, _dropout if node.op_type == "Dropout" else _generated, opset, names)
     return write(fixed, model)
 
 
@@ -129,8 +121,9 @@ def _name(node: onnx.NodeProto) -> str:
     return node.name or str(node.output[0])
 
 
-def _generated(op: Recorder, node: NodeView, seed: int) -> Sequence[ir.Value]:
+def _generated(op: Recorder, node: NodeView) -> ir.Value:
     """Return the results of a random generator in its element type."""
+    seed = int(node.attribute("seed"))
     if node.op_type == "Bernoulli":
         chance = op.Cast(node.input(0), to=DOUBLE)
         drawn = op.Less(_uniform(op, op.Shape(node.input(0)), seed), chance)
@@ -148,12 +141,13 @@ def _generated(op: Recorder, node: NodeView, seed: int) -> Sequence[ir.Value]:
             low, high = node.attribute("low"), node.attribute("high")
             drawn = _uniform(op, shape, seed) * (high - low) + low
     element = node.attribute("dtype")
-    return [op.CastLike(drawn, node.input(0)) if element is None else op.Cast(drawn, to=element)]
+    result: ir.Value = op.CastLike(drawn, node.input(0)) if element is None else op.Cast(drawn, to=element)
+    return result
 
 
-def _dropout(op: Recorder, node: NodeView, seed: int) -> Sequence[ir.Value]:
+def _dropout(op: Recorder, node: NodeView) -> Sequence[ir.Value]:
     """Return the results of a Dropout: its input with some elements dropped, and the mask of the others."""
-    x, ratio = node.input(0), node.optional(1)
+    x, ratio, seed = node.input(0), node.optional(1), node.attribute("seed")
     training = op.Reshape(node.input(2), np.zeros(0, np.int64))
     scalar = op.constant(np.array(0.5)) if ratio is None else op.Reshape(ratio, np.zeros(0, np.int64))
     wide = op.Cast(scalar, to=DOUBLE)

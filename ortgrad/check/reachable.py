@@ -86,7 +86,7 @@ def nodes_between(proto: onnx.ModelProto, targets: Sequence[str], outputs: Seque
         reads = active.intersection(dependencies(node))
         rule = find_rule(node.op_type, node.domain)
         if reads:
-            # What is computed from quantized tensors may be one, and they have gradients.
+            # What is computed from quantized tensors may be quantized, too, and then has a gradient.
             quantized = (rule is not None and rule.scales is not None) or reads & other
             active.update(name for name in node.output if name and (quantized or name not in other))
     found = []

@@ -1,4 +1,4 @@
-"""Weights behind operands that ONNX calls not differentiable, or that are settings where they are constants.
+"""Weights from which operands are computed that ONNX declares not differentiable, or that are often constant.
 
 A bound, an initial state or a sampling grid that is a constant is not a parameter. One that a network
 computes has a gradient, and the weights of that network are parameters.
@@ -79,7 +79,7 @@ def model(name: str, *, computed: bool) -> onnx.ModelProto:
     if computed:
         arrays["w"] = values
         maker = helper.make_node("Tanh", ["w"], ["operand"])
-        # A scalar of two weights: single numbers are no parameters.
+        # A scalar of two weights: single numbers are not parameters.
         graph.node.insert(
             0, maker if shape else helper.make_node("ReduceMean", ["w"], ["operand"], keepdims=0)
         )
@@ -90,7 +90,7 @@ def model(name: str, *, computed: bool) -> onnx.ModelProto:
 
 
 def targets(model: onnx.ModelProto) -> list[str]:
-    """What the pattern * stands for: inputs and parameters."""
+    """The names that the pattern * matches: inputs and parameters."""
     built = ortgrad.build_gradient_model(model, wrt="*", of="y")
     return json.loads(next(entry.value for entry in built.metadata_props if entry.key == "ortgrad.wrt"))
 

@@ -52,7 +52,7 @@ UNREAD = """y, h = Loop (n, yes, p, x) <
         q2 = Mul(u, u)
     }
 >"""
-# What Paddle writes: the number of the iteration is a vector, and so is the condition.
+# As Paddle writes it: the number of the iteration is a vector, and so is the condition.
 VECTORS = """y, h = Loop (n, surely, p, x) <
     body = b (int64[1] i, bool[1] c, double[A, 1, 3] q, double[M, 3] s)
         => (bool[1] c2, double[A2, 1, 3] q2, double[M2, 3] s2) {
@@ -382,7 +382,7 @@ def model_of(name: str) -> onnx.ModelProto:
 
 
 def _forget_scalars(graph: onnx.GraphProto) -> None:
-    """What has no brackets has any shape here, besides the iteration's number and the condition."""
+    """Values without brackets have any shape here, except for the iteration's number and the condition."""
     for value in (*graph.input, *graph.output):
         tensor = value.type.tensor_type
         if tensor.elem_type == onnx.TensorProto.DOUBLE and not tensor.shape.dim:
@@ -479,7 +479,7 @@ def test_memory_does_not_grow_by_the_weights_with_every_iteration(name: str, sha
         "p": np.ones(1),
         "y_grad": np.ones((2, size)),
     }
-    # What is not known to keep its shape takes a loop more.
+    # A state that is not known to keep its shape takes one more loop.
     assert [node.op_type for node in built.graph.node].count("Loop") == (2 if shapes else 3)
     few, many = (elements_of_loops(built, {**feeds, "n": np.array(n)}) for n in (2, 12))
     # The activations, and the number of the iteration.

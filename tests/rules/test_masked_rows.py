@@ -1,4 +1,4 @@
-"""What is masked away or ignored altogether has the gradient 0, also where the forward pass makes it NaN."""
+"""Elements that are masked or ignored have the gradient 0, even if the forward pass turns them into NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ortgrad
 WAYS = ("auto", "python", "onnx")
 
 
-# What PyTorch's exporters write for attention with a mask: NaN behind the Softmax p of s becomes 0.
+# PyTorch's exporters write this for attention with a mask: NaN after the Softmax p of s becomes 0.
 REPLACED = {
     "direct": "n = IsNaN(p) y = Where(n, zero, p)",
     "through Identity": "c = Identity(p) n = IsNaN(c) y = Where(n, zero, p)",

@@ -1,4 +1,4 @@
-"""What is not on the way of the gradient is none of our business: maps, sequences, strings, other domains."""
+"""Values off the path of the gradient may be anything: maps, sequences, strings, other domains."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def classifier(opset: int) -> onnx.ModelProto:
-    """Weights, a Softmax, and what skl2onnx puts behind it."""
+    """Weights, a Softmax, and the nodes that skl2onnx adds after it."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
         helper.make_node("Softmax", ["a"], ["y"], axis=1),
@@ -106,7 +106,7 @@ X = np.array([[0.3, -1, 2], [1, 0.2, -0.4]], np.float32)
 
 @pytest.mark.parametrize("opset", [9, 15, 21])
 def test_a_map_output_is_carried_along(opset: int, caplog: pytest.LogCaptureFixture) -> None:
-    # Softmax sums up to 1 whatever x is: the gradient of all ones vanishes.
+    # The outputs of Softmax always add up to 1: the gradient for dY of ones vanishes.
     zeros = {"x": np.zeros_like(X), "w": np.zeros_like(WEIGHT)}
     check(classifier(opset), {"x": X}, zeros, caplog)
 
@@ -158,7 +158,7 @@ def test_other_types_off_the_path(name: str, opset: int, caplog: pytest.LogCaptu
     check(model, feeds, {"x": 2 * x}, caplog)
 
 
-# What skl2onnx writes by default
+# Models as skl2onnx writes them by default
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,7 @@ def test_in_a_branch() -> None:
         np.testing.assert_array_equal(grad, factor * x)
 
 
-# What onnxruntime declares, and has no kernel for on the CPU.
+# Operators that onnxruntime declares, but has no CPU kernel for.
 NOT_ON_CPU = {
     *("DisentangledAttention_TRT", "EfficientNMS_TRT", "MultilevelCropAndResize_TRT", "PyramidROIAlign_TRT"),
     *("GRUUnit", "GivenTensorFill"),

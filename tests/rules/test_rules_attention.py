@@ -43,7 +43,7 @@ def reference(
     is_causal: int = 0,
     qk_matmul_output_mode: int = 0,
 ) -> list[torch.Tensor]:
-    """The operator as ONNX specifies it; what is masked is filled, so that no gradient flows there."""
+    """The operator as ONNX specifies it; masked elements are filled, so that no gradient flows there."""
     flat = q.ndim == 3
 
     def split(x: torch.Tensor, heads: int | None) -> torch.Tensor:

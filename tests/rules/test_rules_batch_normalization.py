@@ -227,7 +227,7 @@ def test_group_normalization(shape: tuple[int, ...], groups: int, symbolic: bool
     options: dict[str, Any] = {"symbolic": symbolic, "opset": opset}
     attributes = {"num_groups": groups}
     check_against_torch("GroupNormalization", function, inputs, attributes, tolerance=2e-5, **options)
-    # In double throughout, or the differences are those of float.
+    # In double throughout, or the differences would be computed in float.
     precise = {"stash_type": onnx.TensorProto.DOUBLE} if opset == 21 else {}
     check_rule("GroupNormalization", inputs, {**attributes, **precise}, second=groups == 3, **options)
 

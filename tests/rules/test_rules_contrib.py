@@ -728,7 +728,7 @@ def test_every_operator_of_onnxruntime_is_known() -> None:
     assert {key for key in operators - known if key[1] not in NO_NUMBERS} == set()
 
 
-# They compute integers from integers, or round what they read: their tests are those of quantized operators.
+# They compute integers from integers, or round their inputs: they are tested with the quantized operators.
 TESTED_IN_QUANTIZATION = {"DynamicQuantizeLSTM", "MatMulInteger16", "NhwcMaxPool"}
 
 

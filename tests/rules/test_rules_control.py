@@ -162,7 +162,7 @@ SCAN_AXES = """agraph (double[N] x, double[N,T] xs, double[T,N] zs)
         }
     > (x, xs, zs)
 }"""
-# Nothing of what is scanned is needed on the way back.
+# The backward pass needs none of the scanned tensors.
 SCAN_SUM = """agraph (double[N] x, double[T,N] xs) => (double[N] y) {
     y = Scan <
         num_scan_inputs = 1, body = b (double[N] v, double[N] e) => (double[N] v2) { v2 = Add(v, e) }
@@ -253,7 +253,7 @@ def test_a_second_build_saves_nothing_twice() -> None:
 
 
 def test_gradients_flow_on_through_a_loop_without_shapes() -> None:
-    """What follows a loop needs the number of dimensions of its result."""
+    """The nodes after a loop need the number of dimensions of its result."""
     model = parse(
         """agraph (int64 M, float[N,3] x, float[3,3] w) => (float loss) {
             y = Loop (M, , x) <

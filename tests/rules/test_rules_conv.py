@@ -135,7 +135,7 @@ def test_kernel_of_unknown_size() -> None:
 
 def test_rank_of_unknown_size() -> None:
     model, _ = one_node("ConvTranspose", inputs_of((2, 1, 5, 5), (1, 2, 3, 3), 2))
-    # The rank of W, which is that of X, is not known either.
+    # The rank of W, which equals that of X, is not known either.
     for value in model.graph.input[:2]:
         value.type.tensor_type.ClearField("shape")
     with pytest.raises(ortgrad.UnsupportedGradientError, match="number of dimensions"):

@@ -113,7 +113,7 @@ def test_scatter_to_one_place(
     attributes = {**attributes, "reduction": reduction}
     check_rule(op_type, inputs, attributes, wrt=["a", "c"], second=reduction in ("none", "add", "mul"))
     if reduction == "none":
-        # What is known of the indices decides how the last update is found.
+        # How the last update is found depends on what is known about the indices.
         for symbolic in (False, True):
             check_rule(op_type, inputs, attributes, wrt=["a", "c"], constants=[1], symbolic=symbolic)
 

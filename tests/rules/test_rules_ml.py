@@ -236,7 +236,7 @@ def test_svm_regressor(kind: str) -> None:
     weights = rows(6)
     attributes = svm(kind, coefficients=weights.tolist(), n_supports=6, rho=[0.4])
     check("SVMRegressor", [rows(4, 3)], attributes, lambda x: (kernel(x, kind) @ weights + 0.4)[:, None])
-    # Without support vectors onnxruntime takes the linear kernel, whatever kernel_type is.
+    # Without support vectors, onnxruntime uses the linear kernel, regardless of kernel_type.
     attributes = {
         "kernel_type": kind,
         "kernel_params": PARAMETERS,
@@ -424,7 +424,7 @@ def test_probit_of_one_score_is_refused() -> None:
 
 
 def test_shapes_behind_them_are_known() -> None:
-    """A product behind a Scaler needs its number of dimensions, which onnx does not infer."""
+    """A product of the output of a Scaler needs its number of dimensions, which onnx does not infer."""
     scaler = helper.make_node("Scaler", ["x"], ["s"], domain=ML, offset=[0.0], scale=[2.0])
     normal = helper.make_node("Normalizer", ["s"], ["n"], domain=ML, norm="L2")
     product = helper.make_node("MatMul", ["n", "w"], ["y"])

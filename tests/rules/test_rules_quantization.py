@@ -640,7 +640,7 @@ def test_what_onnxruntime_quantizes(form: str, tmp_path: Path) -> None:
     if form == "dynamic":
         quantize_dynamic(source, path, op_types_to_quantize=["Conv", "MatMul", "Gemm"])
     else:
-        # The images are larger than those of the calibration, so that some values are clipped.
+        # The values are larger than in the calibration, so that some are clipped.
         reader = Calibration([{"image": uniform(0, 0.7, 4, 1, 8, 8, seed=i)} for i in range(3)])
         format_ = QuantFormat.QOperator if form == "QOperator" else QuantFormat.QDQ
         quantize_static(source, path, reader, quant_format=format_, per_channel="channel" in form)
@@ -656,7 +656,7 @@ def test_what_onnxruntime_quantizes(form: str, tmp_path: Path) -> None:
     assert np.abs(found["image"]).max() > 0
 
 
-# What is said
+# Messages
 
 
 def test_integer_weights_cannot_be_trained() -> None:

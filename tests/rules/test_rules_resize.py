@@ -51,7 +51,7 @@ def check_resize(
     symbolic: bool = True,
     opset: int = 19,
 ) -> None:
-    """Resize is linear: its gradient is exact if <dY, Resize(X)> = <dX, X>, whatever X and dY are."""
+    """Resize is linear: its gradient is exact if <dY, Resize(X)> = <dX, X> for all X and dY."""
     inputs = [x, roi, scales, *([] if sizes is None else [sizes])]
     later = [i for i, array in enumerate(inputs) if i and array is not None] if constant else []
     model, feeds = one_node("Resize", inputs, attributes, opset=opset, constants=later, symbolic=symbolic)
@@ -370,7 +370,7 @@ def test_empty_roi_scales_and_sizes(mode: str, initializers: bool, opset: int) -
         forward = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         (y,) = forward.run(None, {"x": x})
         dy, direction = normal(*y.shape, seed=1), normal(*x.shape, seed=2)
-        # An initializer in `wrt` can be fed, and is no constant from then on.
+        # An initializer in `wrt` can be fed, so it is no longer a constant.
         wrt = ["x", *(name for name in arrays if initializers and not arrays[name].size)]
         built = ortgrad.build_gradient_model(model, wrt=wrt)
         found, dx, *rest = ortgrad.InferenceSession(built).run(None, {"x": x, "y_grad": dy})

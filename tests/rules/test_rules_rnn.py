@@ -41,7 +41,7 @@ def make_model(
     more: Sequence[onnx.NodeProto] = (),
     results: Sequence[str] | None = None,
 ) -> onnx.ModelProto:
-    """The case as one node with symbolic shapes; what is in `constants` are initializers."""
+    """The case as one node with symbolic shapes; the inputs in `constants` are initializers."""
     operands = OPERANDS if case.op_type == "LSTM" else OPERANDS[:6]
     names = [name if name in feeds else "" for name in operands]
     outputs = case.outputs if outputs is None else outputs

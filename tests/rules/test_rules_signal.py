@@ -133,7 +133,7 @@ FRONT_END = """
 @pytest.mark.parametrize("way", ["auto", "python", "onnx", "plain", "registered"])
 @pytest.mark.parametrize("signal", ["float[N, L]", "float[N, L, 1]"])
 def test_a_front_end_of_any_length(signal: str, way: str) -> None:
-    """onnx infers no shape for an STFT of unknown sizes; the product behind it needs the rank."""
+    """onnx infers no shape for an STFT of unknown sizes; the product after it needs the rank."""
     model = onnx.parser.parse_model(FRONT_END.format(signal=signal))
     random = np.random.default_rng(3)
     x = random.standard_normal((2, 50) + (1,) * signal.endswith("1]")).astype(np.float32)
