@@ -87,7 +87,10 @@ def sample(
     padding: str,
     align: bool,
 ) -> Samples:
-    """Points of the images x (B, C, ...) at coordinates (B, points, components), counted in elements."""
+    """Points of the images x (B, C, ...) at coordinates (B, points, components), counted in elements.
+
+    `order` has the spatial axis of each component.
+    """
     table = TABLES[mode]
     first = -1 if mode == "cubic" else 0
     components, count = len(order), table.shape[1]

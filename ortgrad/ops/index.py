@@ -43,12 +43,16 @@ def size_of(op: Recorder, value: ir.Value) -> ir.Value:
     return op.Reshape(op.Size(value), [1])
 
 
+def numbered(op: Recorder, shape: ir.Value) -> ir.Value:
+    """The numbers of the elements of a tensor of this shape, in that shape."""
+    return op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape, allowzero=1)
+
+
 def scatter_back(
     op: Recorder, dy: ir.Value, shape: ir.Value, select: Callable[[ir.Value], ir.Value], unique: bool = False
 ) -> ir.Value:
     """Add each element of dY to the place that `select` took it from; `unique` if no place occurs twice."""
-    places = op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape, allowzero=1)
-    selected = select(places)
+    selected = select(numbered(op, shape))
     dy = op.require_shape(dy, selected, "dY of the shape of what is selected")
     return scatter_flat(op, dy, shape, selected, unique)
 
@@ -356,7 +360,7 @@ def scatter_elements_gradient(node: ForwardNode) -> Gradients:
         du = op.GatherElements(dy, indices, axis=axis)
         if _may_repeat(node, axis):
             # Of several updates of one element, the last one remains.
-            numbers = op.Reshape(op.Range(0, op.Size(indices), 1), op.shape_of(indices), allowzero=1)
+            numbers = numbered(op, op.shape_of(indices))
             places = op.Expand(0, op.shape_of(node.input(0)))
             last = op.GatherElements(
                 op.ScatterElements(places, indices, numbers, axis=axis), indices, axis=axis
@@ -376,7 +380,7 @@ def scatter_nd_gradient(node: ForwardNode) -> Gradients:
         rest, du = op.ScatterND(dy, indices, op.full_like(updates, 0.0)), op.GatherND(dy, indices)
         if _may_repeat(node):
             rows = op.Shape(indices, end=-1)
-            numbers = op.Reshape(op.Range(0, op.ReduceProd(rows, keepdims=0), 1), rows, allowzero=1)
+            numbers = numbered(op, rows)
             places = op.Expand(0, op.Slice(op.shape_of(x), [0], op.Shape(indices, start=-1)))
             last = op.GatherND(op.ScatterND(places, indices, numbers), indices)
             inner = op.Size(op.shape_of(updates)) - op.Size(rows)
@@ -384,7 +388,7 @@ def scatter_nd_gradient(node: ForwardNode) -> Gradients:
             du = op.Where(op.Reshape(op.Equal(last, numbers), mask_shape, allowzero=1), du, 0.0)
         return rest, None, du
     # Equivalent to ScatterElements on the flattened tensors.
-    positions = op.GatherND(op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x), allowzero=1), indices)
+    positions = op.GatherND(numbered(op, op.shape_of(x)), indices)
     flat = [op.Reshape(v, [-1]) for v in (dy, x, node.output(0), positions, updates)]
     dx, du = _scatter_reduced(node, *flat)
     dx, du = (op.Reshape(v, op.shape_of(like), allowzero=1) for v, like in ((dx, x), (du, updates)))

@@ -61,14 +61,14 @@ def _plan(
         (blocks, 1),
         [(samples, classes, positions), (count,), (1,)],
         {"mean": int(attributes["reduction"] == "mean")},
-        # Reading here and there takes some time.
+        # Reading scattered elements takes longer.
         work=8 * count,
         scratch=[(blocks,)],
     )
 
 
 def add_labels(task: int, log_prob: np.ndarray, label: np.ndarray, sums: np.ndarray) -> bool:
-    """Add up what some labels pick; fails if one is out of range."""
+    """Add up what a task's labels pick; fails if one is out of range."""
     total, classes, positions = double(0.0), log_prob.shape[1], log_prob.shape[2]
     for k in range(task * _LABELS, min((task + 1) * _LABELS, len(label))):
         if label[k] < 0 or label[k] >= classes:

@@ -457,7 +457,7 @@ def dft_gradient(node: ForwardNode) -> ir.Value:
 
 
 def _require_half(node: ForwardNode) -> None:
-    """Refuse a number of frequencies for which onnxruntime's result is not ONNX's."""
+    """Refuse a number of frequencies for which onnxruntime's result differs from ONNX's."""
     length, axis, shape = node.constant(1), node.constant(2), node.input(0).shape
     place = node.attribute("axis") if node.op.opset < 20 else -2 if axis is None else int(axis.item())
     count = None if shape is None or (axis is None and node.optional(2) is not None) else shape[place]

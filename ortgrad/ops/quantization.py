@@ -67,7 +67,7 @@ class _Grid:
         return op.Unsqueeze(value, list(range(1, 1 + behind))) if behind else value
 
     def collect(self, grad: ir.Value) -> ir.Value:
-        """Return the gradient of the scale, given that of the scale that is spread over the tensor."""
+        """Return the gradient of the scale, given the gradient of the scale spread over the tensor."""
         op = self.op
         if self.block:
             return op.GatherGrad(

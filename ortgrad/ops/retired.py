@@ -29,18 +29,12 @@ def scale(op: Recorder, node: NodeView) -> ir.Value:
     return node.input(0) * node.attribute("scale", 1.0)
 
 
-@definition("ScaledTanh", domain=RETIRED)
-def scaled_tanh(op: Recorder, node: NodeView) -> ir.Value:
-    """alpha tanh(beta X)"""
-    tanh: ir.Value = op.Tanh(node.input(0) * _required(node, "beta"))
-    return tanh * _required(node, "alpha")
-
-
-@definition("ParametricSoftplus", domain=RETIRED)
-def parametric_softplus(op: Recorder, node: NodeView) -> ir.Value:
-    """alpha log(exp(beta X) + 1)"""
-    softplus: ir.Value = op.Softplus(node.input(0) * _required(node, "beta"))
-    return softplus * _required(node, "alpha")
+@definition("ScaledTanh", "ParametricSoftplus", domain=RETIRED)
+def scaled_activation(op: Recorder, node: NodeView) -> ir.Value:
+    """alpha tanh(beta X), or alpha log(exp(beta X) + 1)"""
+    activation = op.Tanh if node.op_type == "ScaledTanh" else op.Softplus
+    activated: ir.Value = activation(node.input(0) * _required(node, "beta"))
+    return activated * _required(node, "alpha")
 
 
 @definition("ImageScaler", domain=RETIRED)
@@ -77,12 +71,10 @@ def mean_variance_normalization(op: Recorder, node: NodeView) -> ir.Value:
     """(X - E[X]) / sqrt(Var[X]) of images, over channels as well or not"""
     axes = [0, 1, 2, 3] if node.attribute("across_channels", 0) else [0, 2, 3]
     x = node.input(0)
-    result: ir.Value
-    if node.attribute("normalize_variance", 1):
-        result = op.MeanVarianceNormalization(x, axes=axes)
-    else:
-        result = x - op.ReduceMean(x, axes)
-    return result
+    if not node.attribute("normalize_variance", 1):
+        return x - op.ReduceMean(x, axes)
+    normalized: ir.Value = op.MeanVarianceNormalization(x, axes=axes)
+    return normalized
 
 
 @definition("MemcpyFromHost", "MemcpyToHost")

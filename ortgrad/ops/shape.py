@@ -10,7 +10,7 @@ from ortgrad.errors import NodeError
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.contract import check_length
 from ortgrad.operators.declaration import FLOATS, INTEGERS, Empty, operator
-from ortgrad.ops.index import scatter_back, scatter_flat, shape_of
+from ortgrad.ops.index import numbered, scatter_back, scatter_flat, shape_of
 
 
 @gradient("Reshape", "Flatten")
@@ -94,8 +94,7 @@ def pad_gradient(node: ForwardNode) -> ir.Value | Gradients:
     mode, rank = node.attribute("mode"), _known_rank(x)
     if mode != "constant":
         # The positions in X of the elements of the output.
-        positions = op.Reshape(op.Range(0, op.Size(x), 1), op.shape_of(x))
-        source = op.Pad(positions, node.input(1), None, axes, rank=rank, mode=mode)
+        source = op.Pad(numbered(op, op.shape_of(x)), node.input(1), None, axes, rank=rank, mode=mode)
         return scatter_flat(op, dy, op.shape_of(x), source)
     pads = node.constant(1)
     dx = op.Pad(dy, -node.input(1) if pads is None else op.constant(-pads), None, axes, rank=rank)

@@ -157,7 +157,7 @@ def fused_mat_mul_activation(op: Recorder, node: NodeView) -> ir.Value:
 
 
 @definition("GemmFastGelu", domain=DOMAIN)
-def gemmfast_gelu_of(op: Recorder, node: NodeView) -> ir.Value:
+def gemm_fast_gelu(op: Recorder, node: NodeView) -> ir.Value:
     """FastGelu(X W + bias)"""
     y, bias = op.MatMul(node.input(0), node.input(1)), node.optional(2)
     return fast_gelu_of(op, y if bias is None else y + bias)

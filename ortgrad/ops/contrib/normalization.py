@@ -17,7 +17,7 @@ def skip_layer_normalization(op: Recorder, node: NodeView) -> Sequence[ir.Value 
     """LayerNormalization(input + skip + bias); the sum is the last output"""
     total, gamma, beta = _sum(node, 0, 1, 4), node.input(2), node.optional(3)
     if beta is None:
-        # onnxruntime's optimizer ends the process when it fuses an addition and one without.
+        # onnxruntime's optimizer ends the process when it fuses an addition and a normalization without beta.
         beta = op.full_like(gamma, 0.0)
     y, mean, inv = _layer(op, total, gamma, beta, node.attribute("epsilon", 1e-12))
     return y, mean, inv, total

@@ -1,4 +1,4 @@
-"""Standard operators under onnxruntime's own name, weights of a few bits, and what has no gradient."""
+"""Standard operators under onnxruntime's own name, weights of a few bits, operators without a gradient."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _recurrent_weight(op: Recorder, node: NodeView, i: int, scale: int) -> ir.Va
 
 @gradient("DynamicQuantizeLSTM", domain=DOMAIN, scales={1: 8, 2: 10}, straight_through=True)
 def dynamic_quantize_lstm_gradient(node: ForwardNode) -> Gradients:
-    """That of the LSTM of floats: how X and the states of every step are rounded is not an output."""
+    """The gradient of the LSTM of floats, because the rounded X and states of its steps are not outputs."""
     from ortgrad.autodiff.backward import differentiate  # imports onnx-ir, which takes a while
 
     return differentiate(node, dynamic_quantize_lstm(node.op, node))
