@@ -22,7 +22,7 @@ def merge_heads(op: Recorder, value: ir.Value) -> ir.Value:
 
 
 def regrouped(op: Recorder, value: ir.Value, heads: int) -> ir.Value:
-    """The value with another number of heads: those that share a key become rows of one, or separate again."""
+    """The value with another number of heads: those that share a key become rows of one, or separate."""
     return op.Reshape(value, [0, heads, -1, 0])
 
 
