@@ -69,7 +69,7 @@ def _evaluate(
             _set(node, "is_test", 1)
         if node.op_type == "Dropout":
             if len(node.input) > 2 and node.input[2] not in modes:
-                del node.input[2:]
+                node.input[2] = ""  # as 1.19.2 leaves it out
             continue
         if any(attribute.name == "training_mode" for attribute in node.attribute):
             _set(node, "training_mode", 0)

@@ -201,6 +201,20 @@ def test_outputs_of_the_models(tmp_path: Path) -> None:
     assert names(tmp_path)[1] == ["loss", "y", "w_grad.accumulation.out"]
 
 
+def test_dropout_of_the_eval_model(tmp_path: Path) -> None:
+    """Its training mode is left out, and still has its place: code for 1.19.2 looks at `node.input[2]`."""
+    text = """g (float[N, 3] x) => (float[N, 3] y) <float ratio = {0.5}, bool on = {1}> {
+        t = MatMul(x, w) y = Dropout(t, ratio, on) }"""
+    model = parse(text, {"w": normal(3, 3)})
+    generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    found = {}
+    for kind in ("training_model", "eval_model"):
+        nodes = onnx.load(tmp_path / f"{kind}.onnx").graph.node
+        (dropout,) = (node for node in nodes if node.op_type == "Dropout")
+        found[kind] = list(dropout.input)[1:]
+    assert found == {"training_model": ["ratio", "y/training_mode"], "eval_model": ["ratio", ""]}
+
+
 def test_names_that_are_taken(tmp_path: Path) -> None:
     text = "g (float[N, 3] x) => (float[N, 4] y) { a = MatMul(x, w) w_grad = Relu(a) y = Add(a, w_grad) }"
     steps = [(normal(4, 3), np.array([0, 1, 2, 3]))]
