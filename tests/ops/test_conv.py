@@ -207,7 +207,7 @@ def test_forms_of_the_body(case: str, knowledge: str, empty: bool, monkeypatch: 
         ]
         for name, axes, known in (("dY", "NCS", data), ("X", "NCS", data), ("W", "MC-", weights + "-"))
     }
-    result = run_node(node_for(feeds, attributes), feeds, "onnx", shapes=shapes)
+    result = run_node(node_for(feeds, attributes), feeds, "onnx", shapes=shapes, fresh=True)
     for name, gradient in expected(feeds, attributes).items():
         assert_close(result[name], gradient, 1e-5)
     if knowledge == "all" and not empty:
@@ -223,7 +223,7 @@ def test_bodies_for_many_taps(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     gradients = expected(feeds, attributes)
     for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-12)):
         cast = {name: array.astype(dtype) for name, array in feeds.items()}
-        result = run_node(node_for(cast, attributes), cast, "onnx")
+        result = run_node(node_for(cast, attributes), cast, "onnx", fresh=True)
         for name, gradient in gradients.items():
             assert_close(result[name], gradient.astype(dtype), tolerance)
 

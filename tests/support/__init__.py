@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,17 +65,28 @@ def float_type(feeds: Mapping[str, np.ndarray]) -> np.dtype:
     return next(array.dtype for array in feeds.values() if array.dtype.kind == "f")
 
 
+@functools.lru_cache(maxsize=100)
+def _model_of(node: bytes, shapes: tuple[tuple[str, tuple], ...], dtype: np.dtype) -> onnx.ModelProto:
+    """The model of a node: the same in all ways to run it, and for other feeds of the same ranks."""
+    return ortgrad.nodes.make_model(onnx.NodeProto.FromString(node), shapes=dict(shapes), dtype=dtype)
+
+
 def run_node(
     node: onnx.NodeProto,
     feeds: Mapping[str, np.ndarray],
     kernels: str,
     *,
     shapes: Mapping[str, Sequence[int | str | None]] | None = None,
+    fresh: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Run a one-node model in an ortgrad session; the outputs by name."""
-    model = ortgrad.nodes.make_model(
-        node, shapes=symbolic_shapes(feeds) if shapes is None else shapes, dtype=float_type(feeds)
-    )
+    """Run a one-node model in an ortgrad session; the outputs by name.
+
+    `fresh` is for tests that change how the model is made.
+    """
+    declared = symbolic_shapes(feeds) if shapes is None else shapes
+    key = tuple((name, tuple(shape)) for name, shape in declared.items())
+    make = _model_of.__wrapped__ if fresh else _model_of
+    model = make(node.SerializeToString(deterministic=True), key, float_type(feeds))
     session = ortgrad.InferenceSession(model, kernels=kernels)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, dict(feeds)), strict=True))

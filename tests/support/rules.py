@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,12 @@ def _info(name: str, array: np.ndarray, symbolic: bool) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), shape)
 
 
+@functools.lru_cache(maxsize=100)
+def _built(model: bytes, wrt: tuple[str, ...], of: tuple[str, ...]) -> onnx.ModelProto:
+    """The gradient model, which is the same for all kernels."""
+    return ortgrad.build_gradient_model(onnx.load_from_string(model), wrt=list(wrt), of=list(of))
+
+
 def gradients(
     model: onnx.ModelProto,
     feeds: Arrays,
@@ -71,7 +78,7 @@ def gradients(
     kernels: str = "auto",
 ) -> Arrays:
     """The built gradients; `seeds` by output name (a single scalar output is seeded with 1)."""
-    built = ortgrad.build_gradient_model(model, wrt=wrt, of=list(seeds))
+    built = _built(model.SerializeToString(deterministic=True), tuple(wrt), tuple(seeds))
     session = ortgrad.InferenceSession(built, kernels=kernels)
     fed = {**feeds, **{f"{name}_grad": seed for name, seed in seeds.items()}}
     known = {value.name for value in session.get_inputs()}
