@@ -43,6 +43,7 @@ from ortgrad.graph.protos import (
     replace,
 )
 from ortgrad.keywords import checked, outside
+from ortgrad.training.arguments import check_count
 from ortgrad.training.checkpoint import load_tensors, save_tensors
 from ortgrad.training.evaluation import for_inference
 from ortgrad.training.exporting import arrays_of
@@ -284,11 +285,8 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _check_numbers(rank: Any, alpha: Any, seed: Any) -> None:
-    for name, value, least in (("rank", rank, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise ArgumentTypeError(f"{name} is {value!r}; it must be an integer")
-        if value < least:
-            raise TrainingError(f"{name} is {value}; it must be at least {least}")
+    check_count("rank", rank, 1)
+    check_count("seed", seed, 0)
     if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
         raise ArgumentTypeError(f"alpha is {alpha!r}; it must be a number")
     if not math.isfinite(alpha) or alpha <= 0:
