@@ -17,6 +17,7 @@ from ortgrad.compiled.functions import SUMS, blend, double, doubles, sqrt
 from ortgrad.compiled.sums import ROWS
 from ortgrad.operators.compiled import Plan
 from ortgrad.operators.records import numbers_of
+from ortgrad.ops._rows import clear_row
 from ortgrad.ops._sums import CHUNK, groups_of
 
 _Shape: TypeAlias = "tuple[int, ...] | None"
@@ -91,18 +92,8 @@ def channel_plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Pl
     return plan, (samples, 1, channels) if rest == 1 else (samples, channels, rest)
 
 
-def grad_plan(
-    dy: _Shape,
-    x: _Shape,
-    scale: _Shape,
-    mean: _Shape,
-    inv: _Shape,
-    dx: _Shape,
-    d_scale: _Shape,
-    d_bias: _Shape,
-    *,
-    epsilon: float,
-) -> Plan | None:
+def grad_plan(dy: _Shape, x: _Shape, *others: _Shape, epsilon: float) -> Plan | None:
+    scale, mean, inv, dx, d_scale, d_bias = others
     made = channel_plan(x, (scale, mean, inv), sums=2)
     if made is None:
         return None
@@ -130,9 +121,8 @@ def grad_sums(
         first = group * SUMS
         last = min(first + SUMS, channels)
         plain, weighted, centre = sums[0, block, first:last], sums[1, block, first:last], mean[first:last]
-        for k in range(last - first):
-            plain[k] = 0.0
-            weighted[k] = 0.0
+        clear_row(plain)
+        clear_row(weighted)
         for n in range(begin, end):
             a, b = dy[n, 0, first:last], x[n, 0, first:last]
             for k in range(last - first):
@@ -227,28 +217,15 @@ def _add_blocks(blocks: np.ndarray, first: int, last: int, sums: np.ndarray) -> 
 
 
 def internal_plan(
-    x: _Shape,
-    scale: _Shape,
-    b: _Shape,
-    input_mean: _Shape,
-    input_var: _Shape,
-    y: _Shape,
-    running_mean: _Shape,
-    running_var: _Shape,
-    saved_mean: _Shape,
-    saved_inv: _Shape,
-    *,
-    epsilon: float,
-    momentum: float,
-    training_mode: int,
+    x: _Shape, *others: _Shape, epsilon: float, momentum: float, training_mode: int
 ) -> Plan | None:
-    made = channel_plan(x, (scale, b, input_mean, input_var), sums=3)
-    outputs = (running_mean, running_var, saved_mean, saved_inv)
+    inputs, outputs = others[:4], others[5:]
+    made = channel_plan(x, inputs, sums=3)
     if made is None or (not training_mode and any(shape is not None for shape in outputs)):
         return None
     plan, shape = made
     assert isinstance(plan.tasks, tuple)
-    vectors = [(0 if v is None else v[0],) for v in (scale, b, input_mean, input_var, *outputs)]
+    vectors = [(0 if v is None else v[0],) for v in (*inputs, *outputs)]
     return plan._replace(
         tasks=(plan.tasks[0] if training_mode else 0, plan.tasks[1]),
         views=[shape, *vectors[:4], shape, *vectors[4:]],
@@ -281,10 +258,9 @@ def add_moments(
             sums[1, block, first:last],
             sums[2, block, first:last],
         )
-        for k in range(last - first):
-            near[k] = 0.0
-            plain[k] = 0.0
-            squares[k] = 0.0
+        clear_row(near)
+        clear_row(plain)
+        clear_row(squares)
         if centred:
             for n in range(begin, end):
                 row = x[n, 0, first:last]

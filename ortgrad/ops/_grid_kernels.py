@@ -98,7 +98,8 @@ def grid_points(
         _move(coordinates, grid[sample], first, axis)
         _scale(coordinates, length - align)
         at = axis * side
-        _locate(places[at:], weights[at:], slopes[at:], coordinates, group, length, taps, padding, align)
+        located = Points(places[at:], weights[at:], slopes[at:])
+        _locate(located, coordinates, group, length, taps, padding, align)
     _join(indices, places, count, group, taps, width)
     for k in range(square * group):
         totals[k] = 0
@@ -153,7 +154,8 @@ def grid_channels(
             _move(coordinates, grid[sample], first, axis)
             _scale(coordinates, length - align)
             at = axis * side
-            _locate(places[at:], weights[at:], slopes, coordinates, group, length, taps, padding, align)
+            located = Points(places[at:], weights[at:], slopes)
+            _locate(located, coordinates, group, length, taps, padding, align)
         _join(indices, places, count, group, taps, width)
         for channel in range(begin, end):
             values, image = dy[sample, channel, first : first + count], dx[sample, channel]
@@ -180,10 +182,16 @@ def _scale(coordinates: np.ndarray, factor: int) -> None:
         coordinates[k] *= factor
 
 
+class Points(NamedTuple):
+    """The taps of points along an axis: first the first tap of all points, then the second one."""
+
+    places: np.ndarray
+    weights: np.ndarray
+    slopes: np.ndarray
+
+
 def _locate(
-    places: np.ndarray,
-    weights: np.ndarray,
-    slopes: np.ndarray,
+    points: Points,
     coordinates: np.ndarray,
     group: int,
     length: int,
@@ -192,6 +200,7 @@ def _locate(
     align: int,
 ) -> None:
     """Write the coordinates of points along an axis, and the places, weights and slopes of their taps."""
+    places, weights, slopes = points
     count, first = len(coordinates), weights[(taps - 1) * group :]
     for k in range(count):
         coordinate = coordinates[k] / 2.0 if align != 0 else (coordinates[k] - 1.0) / 2.0
@@ -224,14 +233,13 @@ def _locate(
             slopes[3 * group + k] = (2.25 * f - 1.5) * f
     for t in range(taps - 1, -1, -1):
         own, shift = t * group, t - (1 if taps == 4 else 0)
-        _place(places, weights[own:], slopes[own:], places[own:], count, shift, length, padding, align)
+        located = Points(places[own:], weights[own:], slopes[own:])
+        _place(places, located, count, shift, length, padding, align)
 
 
 def _place(
     corners: np.ndarray,
-    weights: np.ndarray,
-    slopes: np.ndarray,
-    places: np.ndarray,
+    points: Points,
     count: int,
     shift: int,
     length: int,
@@ -239,6 +247,7 @@ def _place(
     align: int,
 ) -> None:
     """Write the places of one tap of each point; without padding, weights outside become 0."""
+    places, weights, slopes = points
     last = length - 1
     if padding == _REFLECTION and align != 0:
         # Around the centres of the outermost elements.

@@ -105,6 +105,15 @@ class Part(NamedTuple):
     below: int  # elements of dX behind the axis
 
 
+class Places(NamedTuple):
+    """The sizes of dY and the strides of dX, before the axis and behind it."""
+
+    outer_sizes: Integers
+    outer_strides: Integers
+    inner_sizes: Integers
+    inner_strides: Integers
+
+
 def gather_elements_plan(dy: _Shape, shape: _Shape, indices: _Shape, dx: _Shape, *, axis: int) -> Plan | None:
     axis %= len(dx)
     if any(n > d for i, (n, d) in enumerate(zip(dy, dx, strict=True)) if i != axis):
@@ -140,15 +149,12 @@ def gather_elements_grad_part(
     indices: np.ndarray,
     dx: np.ndarray,
     part: Part,
-    outer_sizes: Integers,
-    outer_strides: Integers,
-    inner_sizes: Integers,
-    inner_strides: Integers,
+    places: Places,
 ) -> bool:
     whole, groups, length, below = part.whole, part.groups, part.length, part.below
     i, first = task // groups, task % groups * SUMS
     last = min(first + SUMS, dy.shape[2])
-    start = _place(i, outer_sizes, outer_strides)
+    start = _place(i, places.outer_sizes, places.outer_strides)
     if whole and groups == 1:
         clear_row(dx[start : start + length * below])
     elif whole:
@@ -161,7 +167,9 @@ def gather_elements_grad_part(
                 row += length
             if row < 0 or row >= length:
                 return True
-            column = _place(j, inner_sizes, inner_strides) if len(inner_sizes) > 0 else j
+            column = j
+            if len(places.inner_sizes) > 0:
+                column = _place(j, places.inner_sizes, places.inner_strides)
             dx[start + row * below + column] += dy[i, k, j]
     return False
 

@@ -7,7 +7,7 @@ second adds these up, SUMS columns per task.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,19 +20,9 @@ from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 _Shape: TypeAlias = "tuple[int, ...] | None"
 
 
-def layer_plan(
-    dy: _Shape,
-    x: _Shape,
-    scale: _Shape,
-    mean: _Shape,
-    inv: _Shape,
-    dx: _Shape,
-    d_scale: _Shape,
-    d_bias: _Shape,
-    *,
-    axis: int,
-) -> Plan:
+def layer_plan(dy: _Shape, x: _Shape, scale: _Shape, mean: _Shape, *others: _Shape, axis: int) -> Plan:
     """The tensors as matrices whose rows are normalized; `mean` may stand for the bias."""
+    _, dx, d_scale, d_bias = others
     assert x is not None and scale is not None and mean is not None
     rows, columns = math.prod(x[: axis % len(x)]), math.prod(scale)
     outputs = [0 if shape is None else columns for shape in (d_scale, d_bias)]
@@ -62,6 +52,14 @@ def simplified_plan(
     return plan._replace(views=views, scratch=plan.scratch[:1])
 
 
+class Sums(NamedTuple):
+    """The sums of blocks of rows, for the gradients of scale and bias."""
+
+    scale_sums: np.ndarray
+    bias_sums: np.ndarray
+    blocks: int
+
+
 def layer_grad_rows(
     task: int,
     dy: np.ndarray,
@@ -70,11 +68,10 @@ def layer_grad_rows(
     mean: np.ndarray,
     inv: np.ndarray,
     dx: np.ndarray,
-    scale_sums: np.ndarray,
-    bias_sums: np.ndarray,
-    blocks: int,
+    sums: Sums,
 ) -> None:
     rows, columns = x.shape
+    scale_sums, bias_sums, blocks = sums
     clear_row(scale_sums[task])
     clear_row(bias_sums[task])
     for row in range(rows * task // blocks, rows * (task + 1) // blocks):
@@ -135,11 +132,10 @@ def invertible_layer_grad_rows(
     bias: np.ndarray,
     inv: np.ndarray,
     dx: np.ndarray,
-    scale_sums: np.ndarray,
-    bias_sums: np.ndarray,
-    blocks: int,
+    sums: Sums,
 ) -> bool:
     rows, columns = y.shape
+    scale_sums, bias_sums, blocks = sums
     for k in range(columns):
         if scale[k] == 0.0:
             return True

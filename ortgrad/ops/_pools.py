@@ -54,6 +54,38 @@ class Depths(NamedTuple):
         return cls(layers, win.kernel[0], win.strides[0], win.dilations[0], win.heads[0])
 
 
+class Sums(NamedTuple):
+    """Where each tap begins in dY with zeros around it, and in the sums of rows; and where parts end."""
+
+    row_starts: Integers
+    row_ends: Integers
+    column_starts: Integers
+    column_ends: Integers
+
+
+class Counts(NamedTuple):
+    """The sizes of windows: the products of their numbers of elements along each axis."""
+
+    depths: Depths
+    deep_counts: Integers
+    row_counts: Integers
+    column_counts: Integers
+
+
+class Maxima(NamedTuple):
+    y: np.ndarray
+    indices: np.ndarray
+
+
+class Taps(NamedTuple):
+    """Where the taps of a window begin in the boxes, and how far from its first element they are in X."""
+
+    starts: Integers
+    offsets: Integers
+    depths: Depths
+    squares: int  # whether all windows are squares of two by two elements beside each other
+
+
 def plan_max(dy: Sizes, x: Sizes, column_major: bool, may_be_blank: bool) -> Plan | None:
     """Return the plan of MaxPoolGrad; one task per channel."""
     rank = len(x) - 2
@@ -103,8 +135,7 @@ def plan_average(dy: Sizes, x: Sizes, win: Windows, counts: Sequence[np.ndarray]
     planes = math.prod(x[:2])
     boxes = boxes_of(flat, planes * depth, True)
     geometry, pitch, reach = boxes.geometry, boxes.geometry.pitch, boxes.geometry.reach
-    # A box filter is separable: first rows are added up, then columns. Where each tap begins in dY with zeros
-    # around it, and in the sums of rows.
+    # A box filter is separable: first rows are added up, then columns.
     taps: dict[str, list[int]] = {"row_starts": [], "row_ends": [], "column_starts": [], "column_ends": []}
     pair = (1,) * (2 - flat.rank)
     kernel, strides, dilations = pair + flat.kernel, pair + flat.strides, pair + flat.dilations
@@ -147,14 +178,8 @@ def average_pool_grad_strip(
     geometry: Geometry,
     lines: Integers,
     edges: Integers,
-    row_starts: Integers,
-    row_ends: Integers,
-    column_starts: Integers,
-    column_ends: Integers,
-    depths: Depths,
-    deep_counts: Integers,
-    row_counts: Integers,
-    column_counts: Integers,
+    of: Sums,
+    counts: Counts,
 ) -> bool:
     """Compute a strip of dX of one channel, or of some; in three dimensions of one layer of a channel."""
     _, first, last, number = task_channels(task, geometry, dx.shape[0])
@@ -163,7 +188,7 @@ def average_pool_grad_strip(
     strip = task_strip(geometry, number, geometry.output.height + reach, widths + lead)
     rows = strip[2]
     length, total = (rows + reach) * pitch + lead + SLACK, rows * pitch + lead + SLACK
-    most = max(len(row_starts), len(column_starts))
+    most = max(len(of.row_starts), len(of.column_starts))
     memory = allocate(length + (1 + len(edges)) * total + most + 2 * widths + size_of_rows(geometry))
     if len(memory) == 0:
         return True
@@ -175,29 +200,20 @@ def average_pool_grad_strip(
     for k in range(most):
         ones[k] = 1.0
     for channel in range(first, last):
-        _embed_quotients(
-            embedded,
-            dy[channel // depths.layers],
-            channel % depths.layers,
-            strip,
-            divisors,
-            quotients,
-            geometry,
-            depths,
-            deep_counts,
-            row_counts,
-            column_counts,
-        )
+        layers = counts.depths.layers
+        values, layer = dy[channel // layers], channel % layers
+        _embed_quotients(embedded, values, layer, strip, divisors, quotients, geometry, counts)
         target, begin = dx[channel], 0
         if not geometry.everywhere:
             clear_strip(target, strip, geometry)
         for i in range(len(lines)):
-            add_row(sums_of_rows, embedded, row_starts[begin : row_ends[i]], ones, rows * pitch + lead)
-            begin, of_column = row_ends[i], 0
+            starts = of.row_starts[begin : of.row_ends[i]]
+            add_row(sums_of_rows, embedded, starts, ones, rows * pitch + lead)
+            begin, of_column = of.row_ends[i], 0
             for j in range(len(edges)):
-                into, own = sums[j * (total - lead) :], column_starts[of_column : column_ends[j]]
+                into, own = sums[j * (total - lead) :], of.column_starts[of_column : of.column_ends[j]]
                 add_row(into, sums_of_rows, own, ones, rows * pitch)
-                of_column = column_ends[j]
+                of_column = of.column_ends[j]
             write_rows(target, sums, padded, strip, lines[i], edges, geometry)
     release(memory)
     return False
@@ -211,10 +227,7 @@ def _embed_quotients(
     divisors: np.ndarray,
     quotients: np.ndarray,
     geometry: Geometry,
-    depths: Depths,
-    deep_counts: Integers,
-    row_counts: Integers,
-    column_counts: Integers,
+    counts: Counts,
 ) -> None:
     """Write dY, divided by the sizes of its windows and with zeros around it; added up over the layers."""
     top, left, rows, _ = strip
@@ -226,18 +239,19 @@ def _embed_quotients(
     fresh = True
     for output in range(dy.shape[0]):
         # The place of the layer in the window.
-        place = layer + depths.head - output * depths.stride
-        if place < 0 or place % depths.dilation != 0 or place // depths.dilation >= depths.kernel:
+        place = layer + counts.depths.head - output * counts.depths.stride
+        gap = counts.depths.dilation
+        if place < 0 or place % gap != 0 or place // gap >= counts.depths.kernel:
             continue
         before = -1
         for row in range(max(0, -begin), min(count, geometry.output.height - begin)):
             if low >= high:
                 break
-            number = deep_counts[output] * row_counts[begin + row]
+            number = counts.deep_counts[output] * counts.row_counts[begin + row]
             start = left - lead + low
             if number != before:
                 for k in range(high - low):
-                    divisors[k] = column_counts[start + k] * number
+                    divisors[k] = counts.column_counts[start + k] * number
                 before = number
             values = dy[output, (begin + row) * width + start :]
             line = into[row * pitch + low : row * pitch + high]
@@ -290,26 +304,23 @@ def _are_squares(win: Windows) -> bool:
 def max_pool_strip(
     task: int,
     x: np.ndarray,
-    y: np.ndarray,
-    indices: np.ndarray,
+    into: Maxima,
     geometry: Geometry,
     lines: Integers,
     edges: Integers,
-    starts: Integers,
-    offsets: Integers,
-    depths: Depths,
-    squares: int,
+    taps: Taps,
 ) -> bool:
     """Compute a strip of the maxima of one channel, or of some, and where they are in X.
 
     As in onnxruntime, the maximum is the first element of the window until a later one is larger. So it is
     NaN only if the first one is.
     """
+    y, indices, starts, offsets = into.y, into.indices, taps.starts, taps.offsets
     _, first, last, number = task_channels(task, geometry, y.shape[0])
     pitch, width, step = geometry.pitch, geometry.output.width, geometry.stride.width
     strip = task_strip(geometry, number, geometry.output.height, width)
     top, left, rows, columns = strip
-    if squares != 0:
+    if taps.squares != 0:
         for channel in range(first, last):
             for row in range(top, top + rows):
                 place, start = 2 * row * geometry.size.width + 2 * left, row * width + left
@@ -334,9 +345,9 @@ def max_pool_strip(
     numbers = memory[size + 2 * count : size + 2 * count + len(offsets)]
     padded = memory[size + 2 * count + len(offsets) :]
     for channel in range(first, last):
-        plane, output = channel // depths.layers, channel % depths.layers
-        begin, fresh = output * depths.stride - depths.head, True
-        for layer in range(max(0, begin), min(x.shape[1], begin + depths.kernel)):
+        plane, output = channel // taps.depths.layers, channel % taps.depths.layers
+        begin, fresh = output * taps.depths.stride - taps.depths.head, True
+        for layer in range(max(0, begin), min(x.shape[1], begin + taps.depths.kernel)):
             values = x[plane, layer]
             fill_boxes(boxes, padded, values, strip, geometry, lines, edges, _LEAST)
             for t in range(len(offsets)):

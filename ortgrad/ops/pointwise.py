@@ -71,6 +71,38 @@ class Tasks(NamedTuple):
     biases: int
 
 
+class Given(NamedTuple):
+    dy: np.ndarray
+    x: np.ndarray
+    w: np.ndarray
+
+
+class Gradients(NamedTuple):
+    dx: np.ndarray
+    dw: np.ndarray
+    db: np.ndarray
+
+
+class Scratch(NamedTuple):
+    """What tasks prepare for the products after them, and what they compute with."""
+
+    turned: np.ndarray  # W
+    joined_dy: np.ndarray
+    joined_x: np.ndarray
+    products: np.ndarray  # dW of each sample
+    memory: np.ndarray  # for few positions
+
+
+class Products(NamedTuple):
+    """The products of Gemm, and what must be prepared for them."""
+
+    before: list[Product]
+    after: list[Product]
+    turned: bool = False  # W is transposed first
+    joined: bool = False  # X and dY have their samples beside the positions first
+    summed: bool = False  # the products of the samples are added up
+
+
 def plan(
     dy: Sequence[int],
     x: Sequence[int],
@@ -94,42 +126,16 @@ def plan(
     few = FewPositions(Windows(size, size, one, one, one, zero, zero), samples, 1, filters, channels)
     few_dx = dx is not None and few.dx_is_possible and _dx_pays(few)
     few_dw = dw is not None and few.dw_is_possible and _dw_pays(few)
-    products = few.rows * filters * channels
-    few_tasks = Division.of(few, min(_TASKS, max(1, products // _PRODUCTS)), dx=few_dx, dw=few_dw)
-    before, after = [], []
-    # Gemm would transpose W again for every sample. But where that would round differently on other numbers
-    # of threads, the transposed matrix would have to be turned back.
-    turned = dx is not None and not few_dx and samples > 1 and is_steady(channels, positions, filters)
-    for n in range(samples if dx is not None and not few_dx else 0):
-        into = Matrix("dx", channels, positions, n * channels * positions)
-        grads = Matrix("dy", filters, positions, n * filters * positions)
-        if turned:
-            after.append(Product(into, Matrix("turned", channels, filters), grads))
-        else:
-            before.append(Product(into, Matrix("w", filters, channels), grads, "left"))
-    # With several samples, either their products are added up or X and dY have their samples beside the
-    # positions first, whichever writes fewer elements.
-    joined = summed = False
-    if dw is not None and not few_dw and samples > 1:
-        joined = positions * (filters + channels) <= filters * channels
-        summed = not joined
-    if summed:
-        for n in range(samples):
-            into = Matrix("products", filters, channels, n * filters * channels)
-            grads = Matrix("dy", filters, positions, n * filters * positions)
-            values = Matrix("x", channels, positions, n * channels * positions)
-            before.append(Product(into, grads, values, "right"))
-    elif dw is not None and not few_dw:
-        names = ("joined_dy", "joined_x") if joined else ("dy", "x")
-        into, columns = Matrix("dw", filters, channels), samples * positions
-        factors = (Matrix(names[0], filters, columns), Matrix(names[1], channels, columns))
-        after.append(Product(into, *factors, "right"))
+    number = few.rows * filters * channels
+    few_tasks = Division.of(few, min(_TASKS, max(1, number // _PRODUCTS)), dx=few_dx, dw=few_dw)
+    products = _products(few, dx=dx is not None and not few_dx, dw=dw is not None and not few_dw)
+    turned, joined, summed = products.turned, products.joined, products.summed
     turns = -(-channels // TILE) if turned else 0
     copies = filters + channels if joined else 0
     sums = groups_of(filters * channels) if summed else 0
     sizes = [math.prod(shape) if shape is not None else 0 for shape in (dy, x, w, dx, dw, db)]
     work = sizes[2] * turned, (sizes[0] + sizes[1]) * joined, samples * sizes[4] * summed
-    few_work = products // 16 * (few_dx + few_dw)
+    few_work = number // 16 * (few_dx + few_dw)
     others = turns + copies + sums + (-(-filters // few.biases_of_task) if db is not None else 0)
     tasks = Tasks(
         few_dx=few_tasks.dx_tasks,
@@ -156,24 +162,52 @@ def plan(
             (samples, filters * channels) if summed else (0, 0),
             (few_tasks.memory,),
         ],
-        before=before,
-        after=after,
+        before=products.before,
+        after=products.after,
     )
+
+
+def _products(few: FewPositions, *, dx: bool, dw: bool) -> Products:
+    """Return what Gemm computes, of dX and of dW."""
+    samples, filters, channels = few.samples, few.filters, few.channels
+    positions = few.rows // samples
+    before: list[Product] = []
+    after: list[Product] = []
+    # Gemm would transpose W again for every sample. But where that would round differently on other numbers
+    # of threads, the transposed matrix would have to be turned back.
+    turned = dx and samples > 1 and is_steady(channels, positions, filters)
+    for n in range(samples if dx else 0):
+        into = Matrix("dx", channels, positions, n * channels * positions)
+        grads = Matrix("dy", filters, positions, n * filters * positions)
+        if turned:
+            after.append(Product(into, Matrix("turned", channels, filters), grads))
+        else:
+            before.append(Product(into, Matrix("w", filters, channels), grads, "left"))
+    # With several samples, either their products are added up or X and dY have their samples beside the
+    # positions first, whichever writes fewer elements.
+    joined = summed = False
+    if dw and samples > 1:
+        joined = positions * (filters + channels) <= filters * channels
+        summed = not joined
+    if summed:
+        for n in range(samples):
+            into = Matrix("products", filters, channels, n * filters * channels)
+            grads = Matrix("dy", filters, positions, n * filters * positions)
+            values = Matrix("x", channels, positions, n * channels * positions)
+            before.append(Product(into, grads, values, "right"))
+    elif dw:
+        names = ("joined_dy", "joined_x") if joined else ("dy", "x")
+        into, columns = Matrix("dw", filters, channels), samples * positions
+        factors = (Matrix(names[0], filters, columns), Matrix(names[1], channels, columns))
+        after.append(Product(into, *factors, "right"))
+    return Products(before, after, turned, joined, summed)
 
 
 def pointwise_task(
     task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
-    turned: np.ndarray,
-    joined_dy: np.ndarray,
-    joined_x: np.ndarray,
-    products: np.ndarray,
-    memory: np.ndarray,
+    given: Given,
+    gradients: Gradients,
+    scratch: Scratch,
     geometry: Geometry,
     few: Few,
     tasks: Tasks,
@@ -181,25 +215,27 @@ def pointwise_task(
 ) -> bool:
     """Compute dX or dW of few positions; transpose W of some channels, join the samples of a channel, add up
     dW of them, or dB of some filters."""
+    dy, x, w = given
+    dx, dw, db = gradients
     samples, filters, positions = geometry.samples, geometry.filters, volume(geometry.output)
     if task < tasks.few_dx:
-        return few_channels_task(task, dy, w, dx, memory, geometry, few, offsets)
+        return few_channels_task(task, dy, w, dx, scratch.memory, geometry, few, offsets)
     task -= tasks.few_dx
     if task < tasks.few_dw:
-        return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
+        return few_weights_task(task, dy, x, dw, scratch.memory, geometry, few, offsets)
     task -= tasks.few_dw
     if task < tasks.turns:
-        turn(turned, w, task * TILE, filters)
+        turn(scratch.turned, w, task * TILE, filters)
         return False
     task -= tasks.turns
     copies, sums, biases = tasks.copies, tasks.sums, tasks.biases
     if task < copies:
         if task < filters:
-            _join(joined_dy, dy, task, filters, samples, positions)
+            _join(scratch.joined_dy, dy, task, filters, samples, positions)
         else:
-            _join(joined_x, x, task - filters, copies - filters, samples, positions)
+            _join(scratch.joined_x, x, task - filters, copies - filters, samples, positions)
     elif task < copies + sums:
-        add_blocks(products, (task - copies) * SUMS, dw)
+        add_blocks(scratch.products, (task - copies) * SUMS, dw)
     else:
         first = (task - copies - sums) * biases
         for channel in range(first, min(first + biases, filters)):

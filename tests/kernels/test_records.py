@@ -183,13 +183,11 @@ def types_of(operator: Operator) -> list[str]:
 # The functions of kernels that take more than eight arguments.
 LONG = {
     "tensors that a phase reads or writes": """
-        average_pool_grad_strip conv_grad_task convolve convolve_positions convolve_strip convolve_tiles
-        differentiate differentiate_strip gather_elements_grad_part
-        invertible_layer_grad_rows layer_grad_rows
-        max_pool_strip pointwise_task convolve_rows channels_task _embed_quotients
+        conv_grad_task convolve convolve_positions convolve_strip convolve_tiles differentiate
+        differentiate_strip convolve_rows channels_task
         """,
     "places in memory, and what is there": """
-        _add_up _copy_seen _finish _finish_block _load _load_planes _locate _pack _place _runs _store
+        _add_up _copy_seen _finish _finish_block _load _load_planes _pack _runs _store
         _transform_block transform_tiles
         """,
 }
