@@ -52,16 +52,9 @@ def dropout_grad(
 
 
 @operator("TrainableDropoutGrad", **_CONTRACT)
-def trainable_dropout_grad(
-    dy: np.ndarray,
-    mask: np.ndarray | None,
-    ratio: np.ndarray | None,
-    training_mode: np.ndarray | None,
-    *,
-    empty: Empty,
-) -> np.ndarray:
+def trainable_dropout_grad(*arrays: np.ndarray | None, empty: Empty) -> np.ndarray:
     """DropoutGrad under the name of the former TrainableDropout"""
-    result: np.ndarray = dropout_grad.kernel(dy, mask, ratio, training_mode, empty=empty)
+    result: np.ndarray = dropout_grad.kernel(*arrays, empty=empty)
     return result
 
 

@@ -21,6 +21,7 @@ from ortgrad.operators.compiled import Plan
 from ortgrad.operators.contract import with_axis
 from ortgrad.operators.declaration import Empty, operator
 from ortgrad.ops._kernels import blockwise
+from ortgrad.ops._rows import clear_row
 from ortgrad.ops._sums import CHUNK, groups_of
 
 
@@ -110,22 +111,9 @@ def softmax_grad_rows(
         return
     first = task % groups * SUMS
     last, final = min(first + SUMS, y.shape[2]), y.shape[1] - 1
-    totals = doubles()
-    for j in range(last - first):
-        totals[j] = 0.0
-    # Until it is computed itself, the final row of dX holds sums: of some rows, and then of all.
+    # Until it is computed itself, the final row of dX holds the sums.
     sums = dx[i, final, first:last]
-    for begin in range(0, y.shape[1], ROWS):
-        for j in range(last - first):
-            sums[j] = 0.0
-        for k in range(begin, min(begin + ROWS, y.shape[1])):
-            a, b = dy[i, k, first:last], y[i, k, first:last]
-            for j in range(last - first):
-                sums[j] += a[j] * b[j]
-        for j in range(last - first):
-            totals[j] += double(sums[j])
-    for j in range(last - first):
-        sums[j] = totals[j]
+    _sum_columns(sums, first, dy[i], y[i], True)
     for k in range(final):
         a, b, into = dy[i, k, first:last], y[i, k, first:last], dx[i, k, first:last]
         for j in range(last - first):
@@ -133,6 +121,28 @@ def softmax_grad_rows(
     a, b = dy[i, final, first:last], y[i, final, first:last]
     for j in range(last - first):
         sums[j] = b[j] * (a[j] - sums[j])
+
+
+def _sum_columns(sums: np.ndarray, first: int, dy: np.ndarray, y: np.ndarray, weighted: bool) -> None:
+    """Compute the sums of some columns of dY, or of dY * Y if `weighted`."""
+    count, totals = len(sums), doubles()
+    for j in range(count):
+        totals[j] = 0.0
+    for begin in range(0, dy.shape[0], ROWS):
+        # The sums of these rows.
+        clear_row(sums)
+        for k in range(begin, min(begin + ROWS, dy.shape[0])):
+            a, b = dy[k, first : first + count], y[k, first : first + count]
+            if weighted:
+                for j in range(count):
+                    sums[j] += a[j] * b[j]
+            else:
+                for j in range(count):
+                    sums[j] += a[j]
+        for j in range(count):
+            totals[j] += double(sums[j])
+    for j in range(count):
+        sums[j] = totals[j]
 
 
 def _softmax_row(dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
@@ -159,22 +169,9 @@ def log_softmax_grad_rows(
         return
     first = task % groups * SUMS
     last, final = min(first + SUMS, y.shape[2]), y.shape[1] - 1
-    totals = doubles()
-    for j in range(last - first):
-        totals[j] = 0.0
     # As in softmax_grad_rows.
     sums = dx[i, final, first:last]
-    for begin in range(0, y.shape[1], ROWS):
-        for j in range(last - first):
-            sums[j] = 0.0
-        for k in range(begin, min(begin + ROWS, y.shape[1])):
-            a = dy[i, k, first:last]
-            for j in range(last - first):
-                sums[j] += a[j]
-        for j in range(last - first):
-            totals[j] += double(sums[j])
-    for j in range(last - first):
-        sums[j] = totals[j]
+    _sum_columns(sums, first, dy[i], y[i], False)
     for k in range(final):
         a, b, into = dy[i, k, first:last], y[i, k, first:last], dx[i, k, first:last]
         for j in range(last - first):
