@@ -195,7 +195,7 @@ def _loop_over_vectors(
 
 
 def _registers(element: Any) -> int:
-    """Return how many vectors of TILE numbers fit into the registers, beside what else is needed."""
+    """Return how many vectors of TILE numbers fit into the registers beside everything else."""
     lanes = instructions.lanes(64 if isinstance(element, ir.DoubleType) else 32)
     registers = 24 if processor.has_many_registers() else 12
     return max(1, registers * lanes // TILE)

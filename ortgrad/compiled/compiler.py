@@ -35,8 +35,8 @@ from ortgrad.errors import RegistrationError
 _WORD = types.int64
 # The modules of instructions for arrays, which add to `instructions.INSTRUCTIONS`.
 _FAMILIES = (channels, panels, products, rows, squares, transforms)
-# Results with NaN and infinities must be those of the NumPy kernels, so only these liberties are allowed:
-# to fuse multiplications and additions, and, in sums, to add in another order.
+# Results with NaN and infinities must equal the NumPy kernels' results, so the compiler may only fuse
+# multiplications and additions, and reorder the terms of sums.
 _FUSE, _REORDER = frozenset({"contract"}), frozenset({"contract", "reassoc", "nsz"})
 # The file name of generated functions.
 _GENERATED = "<ortgrad>"
@@ -47,7 +47,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _MissingError(Exception):
-    """Functions that code refers to, and that do not exist where it runs."""
+    """Code refers to functions that do not exist where it runs."""
 
     def __init__(self, names: list[str], library: Any) -> None:
         super().__init__(f"it cannot call {', '.join(names)}")
@@ -70,7 +70,7 @@ def compile_block(source: Source) -> bytes:
         return _object_code(python_block(source), types.void(_WORD, _WORD), _flags(source))
     except RegistrationError:
         raise
-    except Exception as error:  # Numba raises all kinds
+    except Exception as error:  # Numba raises exceptions of many types
         file, line = _place_of(error, source) or kernel.place
         raise RegistrationError(f"{file}:{line}: the kernel {kernel.name}: {_reason(error)}") from error
 
@@ -85,7 +85,7 @@ def _reason(error: Exception) -> str:
         return f"Numba cannot compile it: {type(error).__name__}: {error}"
     lines = _ESCAPES.sub("", str(error)).splitlines()
     said = [line for line in lines if not line.startswith("Failed in nopython mode pipeline")]
-    # What follows is Numba's way to the place.
+    # The rest tells how Numba reached the place.
     ends = [i for i, line in enumerate(said) if i > 0 and line.startswith(("During:", "File "))]
     return "Numba cannot compile it: " + "\n".join(said[: min(ends, default=None)]).strip()
 
@@ -105,7 +105,7 @@ def _place_of(error: Exception, source: Source) -> tuple[str, int] | None:
                 if isinstance(node, ast.expr) and found in undefined.groups():
                     return function.place[0], node.lineno
     for file, line in _PLACE.findall(message):
-        # Numba names files by their places in the current folder.
+        # Numba names files relative to the current folder.
         if (name := os.path.abspath(file)) in files:
             return name, int(line)
     return None

@@ -5,7 +5,7 @@ performs the blocks of the plan, on onnxruntime's threads if there are several; 
 computes the plan's products before and after. Whatever is out of the ordinary is left to the Python function
 of the kernel: shapes without a plan, a failing task, an error.
 
-Subnormal numbers are flushed to zero meanwhile, on this thread and on those of the blocks.
+Meanwhile, subnormal numbers are flushed to zero, on this thread and on the threads of the blocks.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def compute(state: int, context: int) -> int:
 
 
 def guarded(call: int, i: int) -> int:
-    """Perform a block of tasks on a thread of which nothing is known."""
+    """Perform a block of tasks on a thread in an unknown state."""
     floats = flush_subnormals()
     call2(load(call + _BLOCK_OF_CALL), call, i)
     restore_floats(floats)

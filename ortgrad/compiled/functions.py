@@ -10,7 +10,7 @@ import numpy as np
 
 
 def rint(x: float) -> float:
-    """Return the nearest integer, the even one of two."""
+    """Return the nearest integer; of two equally near ones, the even one."""
     return float(round(x))
 
 
@@ -52,7 +52,7 @@ def put(array: np.ndarray, k: int, value: Any) -> None:
 def use_short_vectors() -> None:
     """Let the compiler prefer vectors of 256 bits for the loops of this function to longer ones.
 
-    Loops that wait for memory are faster with them where both exist, and those that compute much are slower.
+    Where both exist, loops that wait for memory are faster with them, and loops that compute much are slower.
     """
 
 
@@ -326,7 +326,7 @@ def pool_squares(
 
     The first rows of the squares begin at above, and the second ones at below. The indices are those of
     elements in rows of `width` elements, of which the first one has the index origin. Of equal elements the
-    first one counts, and NaN is never larger.
+    first one counts, and NaN is never the larger one.
     """
     for k in range(count):
         best, index = values[above + 2 * k], 0
@@ -367,10 +367,10 @@ SLACK = 64
 # The most rows of add_products; its columns are a multiple of TILE.
 TILE_ROWS, TILE = 6, 16
 PANEL = 32
-# Winograd's transforms for kernels of three taps: the matrices are those of F(2, 3) and F(3, 2), which share
-# the points 0, 1, -1 and infinity. The transform of four values; those of a kernel of three and of two; and
-# the sums at the points as two and as three results. Sizes are those of the results and of what is given;
-# beyond them there are zeros.
+# Winograd's transforms for kernels of three taps: the matrices of F(2, 3) and F(3, 2), which share the points
+# 0, 1, -1 and infinity. They transform four values, a kernel of three values, a kernel of two values, and the
+# sums at the points to two and to three results. The sizes count the results and the operands; the rest of a
+# matrix is zero.
 OF_VALUES, OF_THREE, OF_TWO, TO_TWO, TO_THREE = range(5)
 TRANSFORM_SIZES = ((4, 4), (4, 3), (4, 2), (2, 4), (3, 4))
 TRANSFORMS = (

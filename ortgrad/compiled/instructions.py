@@ -1,4 +1,4 @@
-"""Instructions for compiled code that Python has no words for. This module imports Numba."""
+"""Instructions for compiled code that cannot be written in Python. This module imports Numba."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def store(_: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def add_atomically(_: Any, address: Any, value: Any) -> Any:
-    """Add to the 64-bit integer at an address, to which other threads add as well."""
+    """Add to the 64-bit integer at an address, to which other threads may add at the same time."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], _WORD.as_pointer())
@@ -221,7 +221,7 @@ def view_of(dtype: str) -> Any:
 
 
 def _of_numbers(write: Callable[..., Any]) -> Any:
-    """Make an instruction whose arguments and result are numbers of one type, of what writes its code."""
+    """Make an instruction whose arguments and result are numbers of one type; `write` writes its code."""
     builder, *parameters = inspect.signature(write).parameters.values()
 
     def definition(_: Any, *kinds: Any) -> Any:
@@ -520,7 +520,7 @@ INSTRUCTIONS: dict[str, Any] = {}
 
 
 def instruction(write: Callable[[Any, Any, Any], None]) -> Any:
-    """Make an instruction of what writes its code, a function of the context, the builder and the arguments.
+    """Make an instruction; `write` writes its code, given the context, the builder and the arguments.
 
     It has the parameters of the function of the same name in ortgrad.compiled.functions. The arguments are
     found by these names: arrays as Array, other numbers as integers of 64 bits, and the fields of a bundle by
@@ -559,13 +559,13 @@ def _operand(context: Any, builder: Any, kind: Any, value: Any) -> Any:
 def call_written(
     context: Any, builder: Any, name: str, values: Sequence[Any], body: Callable[[Any], None]
 ) -> None:
-    """Call a function that `body` writes if there is none of this name yet (see libraries.write)."""
+    """Call the function of this name, which `body` writes unless it exists already (see libraries.write)."""
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     builder.call(libraries.write(context, builder, name, kind, body), values)
 
 
 def lanes(bits: int) -> int:
-    """Return how many numbers of so many bits a vector register holds."""
+    """Return how many numbers of `bits` bits a vector register holds."""
     features = processor.features()
     if "avx512f" in features:
         return 512 // bits

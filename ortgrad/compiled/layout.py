@@ -44,7 +44,7 @@ result, from PRODUCT_MATRICES on,
     MATRIX_TENSOR   number of the tensor that contains it; the room has the number after all tensors
     MATRIX_START    place of its first element in the tensor, in bytes
     MATRIX_BYTES    its size
-    MATRIX_SHAPE    the number of rows, and that of columns
+    MATRIX_SHAPE    the numbers of rows and columns
 
 A call is what `block` receives:
 

@@ -52,7 +52,7 @@ def inner(function: Callable[..., Any], *, fastmath: Any = False, inlined: bool 
 
 
 def write(context: Any, builder: Any, name: str, kind: Any, body: Callable[[Any], None]) -> Any:
-    """Return a function for the code that is being built, which `body` writes if there is none of the name.
+    """Return the function of a name for the code that is being built; `body` writes it unless it exists.
 
     It is not inlined, and not optimized: it should be written as the processor is to run it. Its name must
     say all that its body depends on.
@@ -92,7 +92,7 @@ class _Prepare(LoweringPass):  # type: ignore[misc]
 def _write_wrapper(context: Any, library: Any, description: Any, *_: object) -> None:
     """Write the function by which C calls another one: a task that raises an exception has failed.
 
-    That of Numba would print the exception, with the GIL.
+    Numba's own wrapper would take the GIL and print the exception.
     """
     convention = context.call_conv
     module = context.create_module("wrapper")

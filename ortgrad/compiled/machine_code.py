@@ -151,7 +151,7 @@ def compile_into_cache(text: str, source: Source) -> None:
 class _Job(NamedTuple):
     """A kernel to be compiled."""
 
-    # What names it: that of its function, and its source.
+    # The name of its function, and its source.
     text: str
     key: str
     source: Source

@@ -19,7 +19,7 @@ _VECTORS = 2  # of a row of the panel that are multiplied at once
 def _groups() -> tuple[int, ...]:
     """Return how many rows are multiplied at once, from the most to the fewest.
 
-    Eight rows take sixteen registers for their sums, which are half of those of some processors.
+    The sums of eight rows take sixteen registers, half of the registers of some processors.
     """
     return (8, 4, 2, 1) if processor.has_many_registers() else (4, 2, 1)
 

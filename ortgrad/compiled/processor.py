@@ -96,7 +96,7 @@ def has_many_registers() -> bool:
 
 
 def missing_symbols(names: Iterable[str]) -> list[str]:
-    """Return those of the functions that code refers to, by LLVM's names, that cannot be called."""
+    """Return which of these functions, by LLVM's names, cannot be called."""
     needed = set()
     for name in names:
         intrinsic = _INTRINSIC.fullmatch(name)

@@ -44,7 +44,7 @@ def _tiles(function: Any, element: Any) -> None:
     lanes, most = instructions.lanes(64 if isinstance(element, ir.DoubleType) else 32), _vectors()
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     first = cgutils.alloca_once_value(builder, _WORD(0))
-    # A row has a multiple of so many vectors.
+    # The number of vectors of a row is a multiple of this one.
     unit = min(most, max(1, TILE // lanes))
     for vectors in range(most, 0, -unit):
         # As many vectors as fit, then the rest.
@@ -77,7 +77,7 @@ def _tiles(function: Any, element: Any) -> None:
 
 
 def _tile(module: Any, element: Any, lanes: int, rows: int, vectors: int) -> Any:
-    """Return the function that computes a tile of so many rows and vectors."""
+    """Return the function that computes a tile with these numbers of rows and vectors."""
     numbers, words = element.as_pointer(), _WORD.as_pointer()
     kinds = [numbers, _WORD, numbers, words, words, _WORD, words, numbers, words, words, _WORD, _WORD]
     name = f"ortgrad_tile_{element}_{rows}_{vectors}"

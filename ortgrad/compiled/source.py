@@ -1,7 +1,7 @@
 """The source that Numba compiles for a kernel: a function `block` that performs a range of its tasks.
 
 Floating-point numbers in the text of a kernel, and global ones that it refers to, get the element type of the
-tensors: Numba would otherwise compute in double precision. So do those of the functions that it calls.
+tensors: Numba would otherwise compute in double precision. The same applies to the functions that it calls.
 ortgrad.compiled.variables says what its global names may stand for.
 """
 
@@ -92,7 +92,7 @@ def _function(
     named = {
         name: value
         for name, value in variables.variables_of(function, element).items()
-        # Python lists the names of attributes among those of variables.
+        # Python lists the names of attributes together with the names of variables.
         if not lines or re.search(rf"(?<![\w.]){re.escape(name)}\b", lines)
     }
     simple = {name: value for name, value in named.items() if _is_simple(value)}

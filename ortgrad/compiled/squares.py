@@ -11,7 +11,7 @@ from ortgrad.compiled import instructions
 from ortgrad.compiled.instructions import call_written, instruction
 
 _WORD, _PLACE = ir.IntType(64), ir.IntType(32)
-# How many squares are compared at once, where there are so many.
+# How many squares are compared at once: the first of these numbers that a row has.
 _SIZES = (16, 8, 4, 1)
 
 
@@ -52,7 +52,7 @@ def _rows(function: Any, element: Any) -> None:
 
 
 def _squares(builder: Any, function: Any, element: Any, size: int, first: Any) -> None:
-    """Compare the elements of some squares, beginning with that of a number."""
+    """Compare the elements of `size` squares, beginning with number `first`."""
     above, below, into, indices, _, origin, width = function.args
     align = 8 if isinstance(element, ir.DoubleType) else 4
     pairs, kind = ir.VectorType(element, 2 * size), ir.VectorType(element, size)

@@ -59,7 +59,7 @@ class Array:
 class Foreign:
     """An object that has no text: machine code for it is valid only in this process."""
 
-    number: int  # its place among those of this process
+    number: int  # its place in the list of this process
 
     def value(self) -> Any:
         """Return the object."""
@@ -140,7 +140,7 @@ def number(value: Any) -> Number:
 
 
 def has_namespace(value: Any) -> bool:
-    """Return whether attributes of a value are names of other values, as those of a module are."""
+    """Return whether attributes of a value are names of other values, as in a module."""
     return isinstance(value, types.ModuleType) or (isinstance(value, type) and issubclass(value, enum.Enum))
 
 

@@ -3,7 +3,7 @@
 Most of the time, compilation runs Python code, in which threads would wait for each other. A worker is a new
 process of the same interpreter, which does not run the user's program: it gets the texts of kernels, compiles
 them and writes them into the cache. This process compiles nothing meanwhile, so that it can be interrupted at
-any time. Whatever is not in the cache in the end has to be compiled here.
+any time. Whatever is then missing in the cache is compiled here.
 """
 
 from __future__ import annotations

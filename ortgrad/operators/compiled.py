@@ -29,8 +29,8 @@ vectorized if its counter alone is the last index: take a slice of the row (`y[r
 A task that returns a bool fails if that is true, and the NumPy kernel says why. So does one that raises an
 exception.
 
-Further functions, `first` and `last`, may perform tasks before those of the kernel begin and after they are
-done. All may take scratch tensors of the element type, after the outputs. They take the same parameters,
+Further functions, `first` and `last`, may perform tasks before the kernel's own tasks begin and after they
+are done. All may take scratch tensors of the element type, after the outputs. They take the same parameters,
 unless the declaration names all tensors. Then each takes only those that it reads, by their names, and lists
 of integers are annotated as Integers or as records. Tensors and numbers that belong together may be a bundle
 (ortgrad.operators.records), one parameter whose annotation says what it contains:
@@ -78,7 +78,7 @@ class Product(NamedTuple):
 class Plan(NamedTuple):
     """How a compiled kernel runs on tensors of certain shapes."""
 
-    # The number of tasks; with `first` or `last`, that of each function's tasks, in their order.
+    # The number of tasks; with `first` or `last`, the number of each function's tasks, in their order.
     tasks: int | tuple[int, ...]
     # The shape in which the kernel sees every input and output; one without elements if it is absent.
     views: Sequence[Sequence[int]]
@@ -227,7 +227,7 @@ def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 
 def _names(parameters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the names of parameters with their annotations, of bundles those of their fields."""
+    """Return the names of parameters with their annotations; fields take the place of their bundles."""
     found: list[tuple[str, Any]] = []
     for name, kind in parameters:
         found += _names(types_of(kind).items()) if is_bundle(kind) else [(name, kind)]

@@ -419,5 +419,5 @@ def find_anywhere(name: str) -> Operator | None:
 
 
 def all_operators(*, internal: bool = False) -> tuple[Operator, ...]:
-    """Return all declared operators, in the order of declaration; with `internal`, those of sessions too."""
+    """Return all declared operators, in their order; with `internal`, also the ones only sessions use."""
     return tuple(o for o in _operators.values() if internal or o.domain != INTERNAL_DOMAIN)

@@ -73,7 +73,7 @@ def add_forward_inference(
     name: str, infer: Callable[[onnx.shape_inference.InferenceContext], None], domain: str = DOMAIN
 ) -> None:
     """Let onnx infer the output of a forward operator that onnxruntime has and onnx does not know."""
-    # The types of Identity are all that there are.
+    # Identity accepts all types.
     types = onnx.defs.get_schema("Identity").type_constraints[0].allowed_type_strs
     several = onnx.defs.OpSchema.FormalParameterOption.Variadic
     schema = onnx.defs.OpSchema(
@@ -169,7 +169,7 @@ def make_schema(operator: Operator) -> onnx.defs.OpSchema:
             onnx.defs.OpSchema.Attribute(
                 BODY_ATTRIBUTE,
                 onnx.defs.OpSchema.AttrType.INTS,
-                "zeros; their number selects the node's function among those of the same name",
+                "zeros; their number selects the node's function among the functions of the same name",
                 required=False,
             ),
         ],

@@ -33,7 +33,7 @@ class Division(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """What the normalization has read: the mean and the inverse standard deviation are those of X."""
+    """What the normalization has read, with the mean and the inverse standard deviation of X."""
 
     dy: np.ndarray
     x: np.ndarray
@@ -61,7 +61,7 @@ class Normalization(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The outputs of training mode, and the weights of the running statistics before and of those of X."""
+    """The outputs of training mode, and the weights of the previous statistics and of X's own."""
 
     running_mean: np.ndarray
     running_var: np.ndarray
@@ -79,7 +79,7 @@ def channel_plan(x: _Shape, vectors: Sequence[_Shape], *, sums: int) -> tuple[Pl
     samples, channels, rest = x[0], x[1] if len(x) > 1 else 1, math.prod(x[2:])
     if any(vector is not None and vector != (channels,) for vector in vectors):
         return None
-    # So many samples that a block has no more than ROWS of them, and no less than 64 elements.
+    # A block has at most ROWS samples and, if possible, at least 64 elements.
     step = min(ROWS, max(1, 64 // max(1, rest)))
     blocks = -(-samples // step)
     groups = groups_of(channels) if rest == 1 else channels

@@ -408,7 +408,7 @@ def _start_inside(
     strip: Strip,
     geometry: Geometry,
 ) -> None:
-    """Begin with the first element of the window that is not padding, if that of the first tap is."""
+    """Begin with the first element of the window that is not padding, where the first tap is padding."""
     top, left, rows, columns = strip
     pitch, width = geometry.pitch, geometry.size.width
     for row in range(rows):

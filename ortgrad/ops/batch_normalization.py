@@ -268,7 +268,7 @@ def _channels(x: np.ndarray) -> np.ndarray:
 
 
 def _other_axes(rank: int) -> list[int]:
-    """All axes except that of the channels."""
+    """All axes except the axis of the channels."""
     return [0, *range(2, rank)]
 
 
@@ -321,7 +321,7 @@ def batch_normalization_gradient(node: ForwardNode) -> Gradients:
     scale, mean, var = (cast_like(op, node.input(i), x) for i in (1, 3, 4))
     inv = inverse_root(op, var + node.attribute("epsilon"))
     factor = scale * inv
-    # Its gradient of X is that of training mode.
+    # The gradient of X is the same as in training mode.
     _, d_scale, d_bias = op.BatchNormalizationGrad(dy, x, scale, mean, inv, _outputs=3)
     return (
         view.back(dy * _on_channels(op, factor, rank)),
@@ -365,7 +365,7 @@ def _training_gradients(node: ForwardNode) -> Gradients:
 class _Parts:
     """X as [1, batch * parts, rest], with the statistics of every part: to BatchNormalizationGrad, a channel.
 
-    The number of parts is that of the channels unless it is given.
+    By default, there are as many parts as channels.
     """
 
     def __init__(self, node: ForwardNode, x: ir.Value, parts: int | None = None) -> None:

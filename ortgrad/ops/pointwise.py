@@ -1,9 +1,9 @@
 """The gradient of pointwise convolutions, for sessions that run compiled kernels.
 
 A convolution whose kernel has one tap, without strides and pads, is a product of matrices for each sample.
-Where sessions run compiled kernels, onnxruntime's Gemm computes those of its gradient on the tensors as they
-are. In standard operators W would be transposed, and with more than one sample X and dY as well. Products of
-few positions are computed by the kernel itself (see ortgrad.ops.conv._few_positions).
+Where sessions run compiled kernels, onnxruntime's Gemm computes the products of its gradient on the tensors
+as they are. In standard operators W would be transposed, and with more than one sample X and dY as well.
+Products of few positions are computed by the kernel itself (see ortgrad.ops.conv._few_positions).
 """
 
 from __future__ import annotations

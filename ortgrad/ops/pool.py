@@ -187,7 +187,7 @@ def max_pool_grad_body(
         sizes = op.Slice(x_shape, [2], [_END])
         dy = require_outputs(op, dy, sizes, kernel_shape, dilations=dilations, pool=True, **attributes)
     if max(dilations or [1]) > 1:
-        # A dilated window can skip the whole of a small input; its index is then not that of an element.
+        # A dilated window can skip the whole of a small input; its index is then not the index of an element.
         sizes, planes = op.Slice(x_shape, [2], [_END]), op.Slice(op.Shape(dy), [0], [2])
         numbers = op.Range(0, op.ReduceProd(planes, keepdims=0), 1)
         starts = numbers * op.ReduceProd(sizes, keepdims=0)

@@ -295,7 +295,7 @@ def multiply_transposed(
                 block[t * count : (t + 1) * count], da[(start + t) * stride : (start + t) * stride + count]
             )
         for p in range((width + state_width) // PANEL):
-            # First the panels of X, then those of the states.
+            # First the panels of X, then the panels of the states.
             own, to, step = p - width // PANEL, sums, width
             factor = inputs
             if own < 0:

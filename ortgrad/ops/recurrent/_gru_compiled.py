@@ -35,7 +35,7 @@ def forward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, 
 
 
 def _panels(hidden: int, linear: bool) -> int:
-    """Return the number of panels of R^T: those of all gates, or of z and r and then of h."""
+    """Return the number of panels of R^T: of all gates together, or of z and r and then of h."""
     if linear:
         return (3 * hidden + PANEL - 1) // PANEL
     return (2 * hidden + PANEL - 1) // PANEL + (hidden + PANEL - 1) // PANEL
@@ -243,7 +243,7 @@ class Gradients(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Matrices of which dX, dW and dR are products. `reset` is that of r * H, unless the cell is linear."""
+    """Matrices of which dX, dW and dR are products. `reset` is r * H, unless the cell is linear."""
 
     da: np.ndarray
     table: np.ndarray

@@ -101,7 +101,7 @@ def rows(array: np.ndarray) -> np.ndarray:
 
 
 def each_gate(array: np.ndarray, count: int) -> list[np.ndarray]:
-    """Views of [..., gates * hidden], one for each of so many gates."""
+    """Views of [..., gates * hidden], one for each gate."""
     hidden = array.shape[-1] // count
     return [array[..., i * hidden : (i + 1) * hidden] for i in range(count)]
 
@@ -143,7 +143,7 @@ class Backward(ABC):
     """
 
     def __init__(self, cell: Any, direction: Direction, saved: Saved[np.ndarray]) -> None:
-        """`saved` is that of the direction; its `d_finals` become the gradients of the initial states."""
+        """`saved` belongs to the direction; its `d_finals` become the gradients of the initial states."""
         self.cell = cell
         self.direction = direction
         self.saved = saved
@@ -161,7 +161,7 @@ class Backward(ABC):
     def prepare(self, block: slice) -> Callable[[int], None]:
         """A function of t that goes back through that step of the block.
 
-        It fills `da[t]` and turns `gradients` into those of the states before the step, in place.
+        It fills `da[t]` and turns `gradients` into the gradients of the states before the step, in place.
         """
 
     def recurrent_products(self) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
@@ -169,7 +169,7 @@ class Backward(ABC):
         yield slice(None), rows(self.da), rows(self.previous[0])
 
     def turn_to_inputs(self) -> slice:
-        """Turn `da` from the gradients of H R^T into those of X W^T; returns the columns that differ."""
+        """Turn `da`, the gradients of H R^T, into the gradients of X W^T; returns the columns that differ."""
         return slice(0)
 
     def run(self) -> None:

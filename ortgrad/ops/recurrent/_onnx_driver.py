@@ -35,7 +35,7 @@ class Batch:
     valid: ir.Value | None  # [steps, batch, 1], false where a row has ended
 
     def split(self, op: Recorder, value: ir.Value, parts: Sequence[int], axis: int) -> Any:
-        """Pieces of so many hidden sizes along an axis."""
+        """Pieces along an axis; `parts` has their lengths in units of the hidden size."""
         sizes: Any
         if isinstance(self.hidden, int):
             # Shape inference understands constants only.
@@ -88,7 +88,7 @@ class Direction:
         return None if self.biases is None else self.biases[0] + self.biases[1]
 
     def split(self, op: Recorder, value: ir.Value, parts: Sequence[int], axis: int) -> Sequence[ir.Value]:
-        """Pieces of so many gates along an axis."""
+        """Pieces along an axis; `parts` has their numbers of gates."""
         return self.batch.split(op, value, parts, axis)
 
     def keep_valid(self, value: ir.Value) -> ir.Value:
@@ -237,7 +237,7 @@ class Body:
         saved: Saved[ir.Value],
         backward: Callable[[Direction, Saved[ir.Value]], GateGradients],
     ) -> list[ir.Value | None]:
-        """dX, dW, dR, dB, the gradient of each initial state, and those of what only this cell reads."""
+        """dX, dW, dR, dB, the gradients of the initial states, and of the inputs that only this cell has."""
         op, directions = self.op, self._read(operands)
         found = [backward(direction, self._saved(direction, saved)) for direction in directions]
         # What an output is in one direction, by the kind of the output.
