@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ortgrad.graph.lazy import Recorder, ir
 
@@ -124,32 +124,20 @@ def require_outputs(
     dy: ir.Value,
     sizes: Sequence[int] | ir.Value,
     kernel: Sequence[int],
-    *,
-    auto_pad: str,
-    strides: Sequence[int] | None,
-    dilations: Sequence[int] | None,
-    pads: Sequence[int] | None,
-    ceil_mode: int = 0,
-    pool: bool = False,
+    **attributes: Any,
 ) -> ir.Value:
-    """dY, which must have as many spatial positions as there are windows over an input of these sizes."""
-    rank = len(kernel)
+    """dY, which must have as many spatial positions as there are windows over an input of these sizes.
+
+    It takes the attributes that `windows` takes.
+    """
+    rank, auto_pad = len(kernel), attributes["auto_pad"]
     kernel = per_dimension("kernel_shape", kernel, rank)
-    steps, gaps = per_dimension("strides", strides, rank), per_dimension("dilations", dilations, rank)
-    heads, tails = explicit_pads(pads if auto_pad == "NOTSET" else None, rank)
+    steps, gaps = (per_dimension(name, attributes[name], rank) for name in ("strides", "dilations"))
+    heads, tails = explicit_pads(attributes["pads"] if auto_pad == "NOTSET" else None, rank)
     what = f"dY [N, M, *Y] with one Y for each window of {list(kernel)} over X"
     known = None if dy.shape is None else tuple(dy.shape)[2:]
     if isinstance(sizes, Sequence) and known is not None and all(isinstance(n, int) for n in known):
-        win = windows(
-            sizes,
-            kernel,
-            auto_pad=auto_pad,
-            strides=strides,
-            dilations=dilations,
-            pads=pads,
-            ceil_mode=bool(ceil_mode),
-            pool=pool,
-        )
+        win = windows(sizes, kernel, **attributes)
         if win.outputs != known:
             raise ValueError(
                 f"windows of {list(kernel)} over an X of spatial size {list(sizes)} give "
@@ -162,8 +150,8 @@ def require_outputs(
     else:
         padding = [h + t - (k - 1) * d - 1 for h, t, k, d in zip(heads, tails, kernel, gaps, strict=True)]
         room = op.Max(op.Add(sizes, padding), [-s for s in steps])
-        if not ceil_mode:
-            outputs = room / steps + 1 if pool else (room + steps) / steps
+        if not attributes.get("ceil_mode"):
+            outputs = room / steps + 1 if attributes.get("pool") else (room + steps) / steps
         else:
             count = (room + [2 * s - 1 for s in steps]) / steps
             # A window that starts behind the input and its head padding is left out.
