@@ -27,7 +27,8 @@ from ortgrad.compiled.functions import (
     release,
 )
 from ortgrad.compiled.mathematics import sigmoid, tanh
-from ortgrad.operators.compiled import Matrix, Product
+from ortgrad.operators.compiled import Matrix, Plan, Product
+from ortgrad.operators.records import numbers_of
 from ortgrad.ops.recurrent._cell import Cell
 
 if TYPE_CHECKING:
@@ -124,14 +125,24 @@ def flat(*shapes: Sizes | None) -> list[tuple[int]]:
     return [(0,) if shape is None else (math.prod(shape),) for shape in shapes]
 
 
-def projection(x: Sizes, w: Sizes) -> list[Product]:
-    """X W^T for both directions, into the scratch tensor `weighted`."""
-    rows, columns = x[0] * x[1], w[0] * w[1]
-    return [
-        Product(
-            Matrix("weighted", rows, columns), Matrix("x", rows, x[2]), Matrix("w", columns, x[2]), "right"
-        )
-    ]
+def forward_plan(
+    cell: Cell, count: int, x: Sizes, w: Sizes, r: Sizes, *others: Any, linear: bool = False
+) -> Plan | None:
+    """Return the plan of GRUTraining or LSTMTraining, with `count` panels of R^T for each direction."""
+    directions, columns, hidden = r
+    rows, of_both = x[0] * x[1], directions * columns
+    if not columns * rows * x[2]:
+        return None
+    # X W^T for both directions
+    factors = Matrix("x", rows, x[2]), Matrix("w", of_both, x[2])
+    return Plan(
+        tasks=(directions * count, task_count(x, cell)),
+        views=flat(x, w, r, *others),
+        numbers={"geometry": numbers_of(geometry(cell, x, hidden, linear=linear))},
+        work=rows * of_both * hidden // 8,
+        scratch=[(rows * of_both,), (directions * count * PANEL * hidden,)],
+        before=[Product(Matrix("weighted", rows, of_both), *factors, "right")],
+    )
 
 
 def input_gradient(table: str, x: Sizes, w: Sizes, dx: Any) -> list[Product]:

@@ -20,18 +20,10 @@ if TYPE_CHECKING:
 
 def forward_plan(cell: Any, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, *others: Any) -> Plan | None:
     """Return the plan of GRUTraining; None if the kernel does not support the case."""
-    directions, columns, hidden = r
-    if not shared.is_supported(cell, lengths) or not columns * x[0] * x[1] * x[2]:
+    if not shared.is_supported(cell, lengths):
         return None
-    count, linear = _panels(hidden, cell.linear_before_reset), cell.linear_before_reset != 0
-    return Plan(
-        tasks=(directions * count, shared.task_count(x, cell)),
-        views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": numbers_of(shared.geometry(cell, x, hidden, linear=linear))},
-        work=x[0] * x[1] * directions * columns * hidden // 8,
-        scratch=[(x[0] * x[1] * directions * columns,), (directions * count * PANEL * hidden,)],
-        before=shared.projection(x, w),
-    )
+    linear = cell.linear_before_reset != 0
+    return shared.forward_plan(cell, _panels(r[2], linear), x, w, r, b, lengths, *others, linear=linear)
 
 
 def _panels(hidden: int, linear: bool) -> int:

@@ -22,18 +22,9 @@ if TYPE_CHECKING:
 def forward_plan(cell: Cell, x: Sizes, w: Sizes, r: Sizes, b: Any, lengths: Any, *others: Any) -> Plan | None:
     """Return the plan of LSTMTraining; None if the kernel does not support the case."""
     p = others[2]
-    directions, columns, hidden = r
-    if not shared.is_supported(cell, lengths, p) or not columns * x[0] * x[1] * x[2]:
+    if not shared.is_supported(cell, lengths, p):
         return None
-    count = shared.panels(columns)
-    return Plan(
-        tasks=(directions * count, shared.task_count(x, cell)),
-        views=shared.flat(x, w, r, b, lengths, *others),
-        numbers={"geometry": numbers_of(shared.geometry(cell, x, hidden))},
-        work=x[0] * x[1] * directions * columns * hidden // 8,
-        scratch=[(x[0] * x[1] * directions * columns,), (directions * count * PANEL * hidden,)],
-        before=shared.projection(x, w),
-    )
+    return shared.forward_plan(cell, shared.panels(r[1]), x, w, r, b, lengths, *others)
 
 
 def lstm_panels(task: int, r: np.ndarray, packed: np.ndarray, geometry: Geometry) -> None:
