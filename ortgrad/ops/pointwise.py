@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ortgrad.compiled.functions import SUMS, TILE, copy_elements, double
-from ortgrad.operators.compiled import Integers, Matrix, Plan, Product, vectors
+from ortgrad.operators.compiled import Matrix, Plan, Product, vectors
 from ortgrad.operators.declaration import operator
 from ortgrad.operators.gemm import is_steady
 from ortgrad.operators.records import numbers_of
@@ -23,10 +23,12 @@ from ortgrad.ops._sums import CHUNK, add_blocks, groups_of
 from ortgrad.ops._transposition import turn
 from ortgrad.ops._windows import Windows, windows
 from ortgrad.ops.conv import _body, _numpy
-from ortgrad.ops.conv._few_positions import Few, few_channels_task, few_weights_task
+from ortgrad.ops.conv._few_positions import FewTask, few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
-from ortgrad.ops.conv._geometry import Geometry, volume
+from ortgrad.ops.conv._geometry import Convolution, volume
+from ortgrad.ops.conv._memory import Given, Gradients
 from ortgrad.ops.conv.conv import DECLARATION
+from ortgrad.ops.conv.costs import AGAINST_GEMM
 
 
 @operator("PointwiseConvGrad", **DECLARATION)
@@ -49,14 +51,16 @@ def is_pointwise(w: Sequence[int | None], attributes: dict[str, Any]) -> bool:
 
 def _dx_pays(few: FewPositions) -> bool:
     """Return whether dX was measured to be faster without Gemm, which copies W for every product."""
-    elements = few.rows * few.channels
-    few_products = elements <= 1 << 15 and elements * few.filters <= 1 << 22
-    return 2 <= few.rows <= 112 and few.filters >= 32 and few_products
+    limits, elements = AGAINST_GEMM, few.rows * few.channels
+    few_products = elements <= limits.dx_elements and elements * few.filters <= limits.dx_products
+    least, most = limits.dx_rows
+    return least <= few.rows <= most and few.filters >= limits.dx_filters and few_products
 
 
 def _dw_pays(few: FewPositions) -> bool:
-    """The same for dW. The products of one sample are as fast with Gemm."""
-    small = few.rows <= 32 or (few.rows <= 400 and few.filters * few.channels <= 1 << 14)
+    """Return the same for dW. The products of one sample are as fast with Gemm."""
+    limits, few_weights = AGAINST_GEMM, few.filters * few.channels <= AGAINST_GEMM.dw_weights
+    small = few.rows <= (limits.dw_rows_of_few if few_weights else limits.dw_rows)
     return few.samples > 1 and small
 
 
@@ -71,36 +75,14 @@ class Tasks(NamedTuple):
     biases: int
 
 
-class Given(NamedTuple):
-    dy: np.ndarray
-    x: np.ndarray
-    w: np.ndarray
-
-
-class Gradients(NamedTuple):
-    dx: np.ndarray
-    dw: np.ndarray
-    db: np.ndarray
-
-
-class Scratch(NamedTuple):
-    """What tasks prepare for the products after them, and what they compute with."""
-
-    turned: np.ndarray  # W
-    joined_dy: np.ndarray
-    joined_x: np.ndarray
-    products: np.ndarray  # dW of each sample
-    memory: np.ndarray  # for few positions
-
-
-class Products(NamedTuple):
-    """The products of Gemm, and what must be prepared for them."""
+class ByGemm(NamedTuple):
+    """Products that onnxruntime's Gemm computes, and what they need beside the tensors."""
 
     before: list[Product]
     after: list[Product]
-    turned: bool = False  # W is transposed first
-    joined: bool = False  # X and dY have their samples beside the positions first
-    summed: bool = False  # the products of the samples are added up
+    turned: bool  # the transposed W
+    joined: bool  # X and dY with their samples beside the positions
+    summed: bool  # dW of every sample
 
 
 def plan(
@@ -126,16 +108,18 @@ def plan(
     few = FewPositions(Windows(size, size, one, one, one, zero, zero), samples, 1, filters, channels)
     few_dx = dx is not None and few.dx_is_possible and _dx_pays(few)
     few_dw = dw is not None and few.dw_is_possible and _dw_pays(few)
-    number = few.rows * filters * channels
-    few_tasks = Division.of(few, min(_TASKS, max(1, number // _PRODUCTS)), dx=few_dx, dw=few_dw)
-    products = _products(few, dx=dx is not None and not few_dx, dw=dw is not None and not few_dw)
-    turned, joined, summed = products.turned, products.joined, products.summed
+    products = few.rows * filters * channels
+    few_tasks = Division.of(few, min(_TASKS, max(1, products // _PRODUCTS)), dx=few_dx, dw=few_dw)
+    by_gemm = _products_of_gemm(
+        few, positions, dx=dx is not None and not few_dx, dw=dw is not None and not few_dw
+    )
+    turned, joined, summed = by_gemm.turned, by_gemm.joined, by_gemm.summed
     turns = -(-channels // TILE) if turned else 0
     copies = filters + channels if joined else 0
     sums = groups_of(filters * channels) if summed else 0
     sizes = [math.prod(shape) if shape is not None else 0 for shape in (dy, x, w, dx, dw, db)]
     work = sizes[2] * turned, (sizes[0] + sizes[1]) * joined, samples * sizes[4] * summed
-    few_work = number // 16 * (few_dx + few_dw)
+    few_work = products // 16 * (few_dx + few_dw)
     others = turns + copies + sums + (-(-filters // few.biases_of_task) if db is not None else 0)
     tasks = Tasks(
         few_dx=few_tasks.dx_tasks,
@@ -149,7 +133,7 @@ def plan(
         tasks=few_tasks.dx_tasks + few_tasks.dw_tasks + others,
         views=[(size,) for size in sizes],
         numbers={
-            "geometry": numbers_of(few.geometry),
+            "conv": numbers_of(few.convolution),
             "few": numbers_of(few_tasks.numbers),
             "tasks": numbers_of(tasks),
             "offsets": [0],
@@ -162,17 +146,15 @@ def plan(
             (samples, filters * channels) if summed else (0, 0),
             (few_tasks.memory,),
         ],
-        before=products.before,
-        after=products.after,
+        before=by_gemm.before,
+        after=by_gemm.after,
     )
 
 
-def _products(few: FewPositions, *, dx: bool, dw: bool) -> Products:
-    """Return what Gemm computes, of dX and of dW."""
+def _products_of_gemm(few: FewPositions, positions: int, *, dx: bool, dw: bool) -> ByGemm:
+    """Return the products for dX and dW, where these are wanted."""
     samples, filters, channels = few.samples, few.filters, few.channels
-    positions = few.rows // samples
-    before: list[Product] = []
-    after: list[Product] = []
+    before, after = [], []
     # Gemm would transpose W again for every sample. But where that would round differently on other numbers
     # of threads, the transposed matrix would have to be turned back.
     turned = dx and samples > 1 and is_steady(channels, positions, filters)
@@ -185,10 +167,8 @@ def _products(few: FewPositions, *, dx: bool, dw: bool) -> Products:
             before.append(Product(into, Matrix("w", filters, channels), grads, "left"))
     # With several samples, either their products are added up or X and dY have their samples beside the
     # positions first, whichever writes fewer elements.
-    joined = summed = False
-    if dw and samples > 1:
-        joined = positions * (filters + channels) <= filters * channels
-        summed = not joined
+    joined = dw and samples > 1 and positions * (filters + channels) <= filters * channels
+    summed = dw and samples > 1 and not joined
     if summed:
         for n in range(samples):
             into = Matrix("products", filters, channels, n * filters * channels)
@@ -200,46 +180,47 @@ def _products(few: FewPositions, *, dx: bool, dw: bool) -> Products:
         into, columns = Matrix("dw", filters, channels), samples * positions
         factors = (Matrix(names[0], filters, columns), Matrix(names[1], channels, columns))
         after.append(Product(into, *factors, "right"))
-    return Products(before, after, turned, joined, summed)
+    return ByGemm(before, after, turned, joined, summed)
+
+
+class Factors(NamedTuple):
+    """What Gemm multiplies, and products that are to be added up."""
+
+    turned: np.ndarray
+    joined_dy: np.ndarray
+    joined_x: np.ndarray
+    products: np.ndarray
 
 
 def pointwise_task(
-    task: int,
-    given: Given,
-    gradients: Gradients,
-    scratch: Scratch,
-    geometry: Geometry,
-    few: Few,
-    tasks: Tasks,
-    offsets: Integers,
+    task: int, given: Given, gradients: Gradients, factors: Factors, of_few: FewTask, tasks: Tasks
 ) -> bool:
     """Compute dX or dW of few positions; transpose W of some channels, join the samples of a channel, add up
     dW of them, or dB of some filters."""
-    dy, x, w = given
-    dx, dw, db = gradients
-    samples, filters, positions = geometry.samples, geometry.filters, volume(geometry.output)
+    conv: Convolution = of_few.conv
+    samples, filters, positions = conv.samples, conv.filters, volume(conv.output)
     if task < tasks.few_dx:
-        return few_channels_task(task, dy, w, dx, scratch.memory, geometry, few, offsets)
+        return few_channels_task(task, given.dy, given.w, gradients.dx, of_few)
     task -= tasks.few_dx
     if task < tasks.few_dw:
-        return few_weights_task(task, dy, x, dw, scratch.memory, geometry, few, offsets)
+        return few_weights_task(task, given.dy, given.x, gradients.dw, of_few)
     task -= tasks.few_dw
     if task < tasks.turns:
-        turn(scratch.turned, w, task * TILE, filters)
+        turn(factors.turned, given.w, task * TILE, filters)
         return False
     task -= tasks.turns
     copies, sums, biases = tasks.copies, tasks.sums, tasks.biases
     if task < copies:
         if task < filters:
-            _join(scratch.joined_dy, dy, task, filters, samples, positions)
+            _join(factors.joined_dy, given.dy, task, filters, samples, positions)
         else:
-            _join(scratch.joined_x, x, task - filters, copies - filters, samples, positions)
+            _join(factors.joined_x, given.x, task - filters, copies - filters, samples, positions)
     elif task < copies + sums:
-        add_blocks(scratch.products, (task - copies) * SUMS, dw)
+        add_blocks(factors.products, (task - copies) * SUMS, gradients.dw)
     else:
         first = (task - copies - sums) * biases
         for channel in range(first, min(first + biases, filters)):
-            _add_up(db, channel, dy, samples, filters, positions)
+            _add_up(gradients.db, channel, given.dy, samples, filters, positions)
     return False
 
 
@@ -268,7 +249,7 @@ def _join(
 
 pointwise_conv_grad.compiled(
     views=vectors("dy x w dx dw db"),
-    scratch={**vectors("turned joined_dy joined_x"), "products": 2, "memory": 1},
+    scratch={**vectors("turned joined_dy joined_x"), "products": 2, "scratch": 1},
     plan=plan,
     products=True,
 )(pointwise_task)

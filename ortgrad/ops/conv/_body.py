@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 _FEW_CHANNELS = 16
 # With at least this many, a product with columns of dY is faster than ConvTranspose.
 _MANY_CHANNELS = 64
-# A kernel with more taps than this is not written out tap by tap: the time in which onnxruntime loads a model
-# grows with the square of the number of nodes, and above 7x7 it runs slower, too.
+# A kernel with more taps than this is not written out tap by tap: the time that onnxruntime takes to load a
+# model grows with the square of the number of nodes, and kernels above 7x7 also run slower.
 _MANY_TAPS = 49
 # With at most this many positions in a sample, products with W are faster for all samples together.
 _FEW_POSITIONS = 49
@@ -65,8 +65,8 @@ def conv_grad_body(
 ) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
     """dX = ConvTranspose(dY, W) or the same as a product; dW = X @ dY for each tap of the kernel, or
     Conv(X, dY); dB = sum of dY"""
-    # Conv(X, dY) takes kernels of any size. Where it is differentiated once more, dY is the kernel, and its
-    # size need not be known.
+    # Conv(X, dY) takes kernels of any size. If it is differentiated again, dY is the kernel, whose size need
+    # not be known.
     needed = op.checked or needs_kernel(w, dy, attributes["auto_pad"])
     fixed = kernel_shape is not None or has_known_kernel(w) or needed
     kernel = kernel_shape or (known_kernel(w) if fixed else [1] * (op.rank(w) - 2))
@@ -86,7 +86,7 @@ def conv_grad_body(
 
 
 def needs_kernel(w: ir.Value, dy: ir.Value, auto_pad: str) -> bool:
-    """Whether the body can only be written for a kernel of known size."""
+    """Return whether the body can only be written for a kernel of known size."""
     return w.shape is None or is_double(dy) or auto_pad.startswith("SAME")
 
 
@@ -98,7 +98,7 @@ def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Form) -> ir.
     if _joins_positions(dy, w, form):
         return _dx_of_product(op, dy, x, w, form)
     heads, tails = form.pads or ((0,) * form.rank,) * 2
-    # What the windows leave over at the end, or the most they can if the size is not known.
+    # The rest at the end that no window sees, or the largest possible one if the size is not known.
     left = [
         s - 1 if n is None or form.pads is None else (n + h + t - e) % s
         for n, h, t, e, s in zip(form.sizes, heads, tails, form.extents, form.strides, strict=True)
@@ -122,7 +122,7 @@ def _dx(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Form) -> ir.
 
 
 def _turns(dy: ir.Value, w: ir.Value, form: Form) -> bool:
-    """Whether products with columns of dY are faster, for dX and dW together."""
+    """Return whether products with columns of dY are faster for dX and dW together."""
     single = dy.dtype is not None and dy.dtype.name == "FLOAT"
     taps = math.prod(form.kernel)
     if not single or form.group > 1 or max(form.strides) > 1 or not 1 < taps <= _MANY_TAPS:
@@ -138,7 +138,7 @@ def _turns(dy: ir.Value, w: ir.Value, form: Form) -> bool:
 
 
 def _turned_columns(op: Recorder, dy: ir.Value, w: ir.Value, form: Form) -> ir.Value:
-    """(N * positions of X, taps * M): for each position of X, what of dY depends on it, by tap."""
+    """(N * positions of X, taps * M): the elements of dY that depend on each position of X, by tap."""
     assert form.outputs is not None and form.pads is not None
     heads, tails = (
         tuple(e - 1 - pad for e, pad in zip(form.extents, pads, strict=True)) for pads in form.pads
@@ -148,7 +148,7 @@ def _turned_columns(op: Recorder, dy: ir.Value, w: ir.Value, form: Form) -> ir.V
 
 
 def _dx_of_turned(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Form) -> ir.Value:
-    """The columns of dY @ W: the convolution of dY with the kernel turned around."""
+    """The columns of dY @ W, which is the convolution of dY with the reversed kernel."""
     filters, channels = size_of(op, w, 0), size_of(op, w, 1)
     by_tap = taps_first(op, w, filters, channels, math.prod(form.kernel))
     dx = op.Gemm(_turned_columns(op, dy, w, form), op.Flatten(by_tap, axis=2))
@@ -166,7 +166,7 @@ def _dw_of_turned(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Fo
 
 
 def _joins_positions(dy: ir.Value, w: ir.Value, form: Form) -> bool:
-    """Whether one product for all samples is faster than those that ConvTranspose computes."""
+    """Return whether one product for all samples is faster than the products of ConvTranspose."""
     single = dy.dtype is not None and dy.dtype.name == "FLOAT"
     if not single or form.rank != 2 or form.group > 1 or form.pads is None or not form.fixed:
         return False
@@ -235,7 +235,7 @@ def _dx_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: F
     dx = op.Slice(dx, heads, op.shape_of(x, 2) + heads, form.axes)
     if max(strides) == 1:
         return dx
-    # What no window reaches.
+    # The elements that no window reaches.
     missing = op.shape_of(x, 2) - op.Shape(dx, start=2)
     return op.Pad(dx, op.Concat([0] * rank, missing, axis=0), None, form.axes, rank=2 + rank)
 
@@ -249,9 +249,9 @@ def _add_shifted(
     before: ir.Value,
     behind: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
-    """Of (before, rows, length, behind) the sum over the rows, each moved by `shift` more than the last;
-    and how long that is."""
-    # Rows with enough zeros behind them, cut into rows that are shorter by the shift.
+    """Return the sum over the rows of (before, rows, length, behind), each of which is moved by `shift` more
+    than the one before, and the length of the sum."""
+    # Rows with enough zeros after them, cut into rows that are shorter by the shift.
     reach = length + (rows - 1) * shift
     if rows > 1:
         value = op.Pad(value, [0, rows * shift], None, [2], rank=4)
@@ -275,7 +275,7 @@ def _dw(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Form) -> ir.
 
 
 def _joins_samples(dy: ir.Value, filters: Size, channels: Size, form: Form) -> bool:
-    """Whether moving the samples beside the positions costs less than adding up the samples' products."""
+    """Return whether moving the samples next to the positions costs less than adding up their products."""
     positions = form.positions(dy)
     if not isinstance(filters, int) or not isinstance(channels, int) or positions is None:
         return True
@@ -329,7 +329,7 @@ def _dw_of_rows(
     op: Recorder, dy: ir.Value, x: ir.Value, filters: Size, channels: Size, form: Form
 ) -> ir.Value:
     """(M, C, taps), with one product for all samples."""
-    # Gemm and not MatMul, which leaves its output as it was if there are no samples.
+    # Gemm and not MatMul, which leaves its output uninitialized if there are no samples.
     rows = op.Flatten(_samples_second(op, dy, form), axis=1)
     taps = math.prod(form.kernel)
     if taps == 1:
@@ -353,7 +353,7 @@ def _dw_of_rows(
 
 
 def _joins_taps(dy: ir.Value, filters: Size, channels: int, form: Form) -> bool:
-    """Whether one product for all taps is faster than one for each, in spite of copying the columns."""
+    """Return whether one product for all taps is faster than one for each, though columns are copied."""
     samples, positions = known_size(dy, 0), form.positions(dy)
     if channels < _FEW_CHANNELS:
         return channels > 0
@@ -404,13 +404,13 @@ def conv_of_columns(
 
 
 def _has_many_rows(dy: ir.Value, filters: Size, form: Form) -> bool:
-    """Whether W is so small beside the columns that sorting it by filter and tap costs little."""
+    """Return whether W is small compared with the columns, so that it can be sorted by filter and tap."""
     samples, positions = known_size(dy, 0) or 0, form.positions(dy) or 0
     return isinstance(filters, int) and samples * positions >= 2 * filters
 
 
 def _wastes_columns(samples: int, positions: int) -> bool:
-    """Whether onnxruntime's Conv computes much more than its result.
+    """Return whether onnxruntime's Conv computes much more than its result.
 
     It has a product for each sample, which computes whole vectors of positions.
     """
@@ -427,7 +427,7 @@ def _samples_second(op: Recorder, value: ir.Value, form: Form) -> ir.Value:
 def _with_a_sample(op: Recorder, value: ir.Value, form: Form) -> ir.Value:
     """The value, with a sample of zeros if the batch is empty.
 
-    Over an empty one, a Conv of onnxruntime may never return, and a MatMul leaves its output as it was.
+    With an empty batch, onnxruntime's Conv may never return, and MatMul leaves its output uninitialized.
     """
     samples = value.shape[0] if value.shape is not None else None
     if isinstance(samples, int) and samples > 0:
@@ -437,7 +437,7 @@ def _with_a_sample(op: Recorder, value: ir.Value, form: Form) -> ir.Value:
 
 
 def _dw_of_conv(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Form) -> ir.Value:
-    """X convolved with dY: channels and samples change places, and so do strides and dilations."""
+    """X convolved with dY: channels and samples are exchanged, and so are strides and dilations."""
     group, swap = form.group, [1, 0, *form.axes]
     pads = [*form.pads[0], *form.pads[1]] if form.pads else None
     x = x if form.pads else form.padded(op, x)
@@ -456,7 +456,7 @@ def _dw_of_conv(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: Form
         strides=list(form.dilations),
         dilations=list(form.strides),
     )
-    # What the windows leave over at the end would be taps beyond the kernel.
+    # The rest at the end that no window sees would become taps beyond the kernel.
     kernel = list(form.kernel) if form.fixed else op.shape_of(w, 2)
     dw = op.Slice(dw, [0] * form.rank, kernel, form.axes)
     return op.Transpose(dw, perm=swap)
@@ -481,7 +481,7 @@ def _dw_of_columns(op: Recorder, dy: ir.Value, x: ir.Value, w: ir.Value, form: F
 
 def _by_group(op: Recorder, dy: ir.Value, form: Form) -> ir.Value:
     """dY as (group, M / group, samples and positions)."""
-    # Samples beside positions: onnxruntime does not broadcast a product over an empty batch.
+    # Samples are next to positions, since onnxruntime does not broadcast a product over an empty batch.
     swapped = op.Transpose(dy, perm=[1, 0, *form.axes])
     columns = op.ReduceProd(op.Shape(swapped, start=1), keepdims=1)
     return reshaped(op, swapped, [form.group], op.Shape(swapped, end=1) / form.group, columns)

@@ -1,4 +1,4 @@
-"""What is known of a convolution before it runs, and shapes that are in part known only then.
+"""What is known about a convolution before it runs, and shapes that may be known only at run time.
 
 For bodies in standard ONNX operators.
 """
@@ -15,17 +15,17 @@ from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.ops._windows import explicit_pads, per_dimension, windows
 
 if TYPE_CHECKING:
-    # A size that is known, or a vector of one element that holds it at run time.
+    # A known size, or a vector of one element that holds it at run time.
     Size = int | ir.Value
 
 
 def has_known_kernel(w: ir.Value) -> bool:
-    """Whether the shape of W tells the size of the kernel."""
+    """Return whether the shape of W contains the size of the kernel."""
     return w.shape is not None and len(w.shape) > 2 and all(isinstance(n, int) for n in w.shape[2:])
 
 
 def known_kernel(w: ir.Value) -> list[int]:
-    """The size of the kernel as the shape of W tells it."""
+    """Return the size of the kernel from the shape of W."""
     if not has_known_kernel(w):
         raise NodeError(f"the kernel size is not known; declare the shape of {w.name!r} or give kernel_shape")
     return [n for n in list(w.shape or ())[2:] if isinstance(n, int)]
@@ -37,7 +37,7 @@ def is_double(value: ir.Value) -> bool:
 
 @dataclass(frozen=True)
 class Form:
-    """What is known of the windows before the run. Sizes may be unknown, and then pads, too."""
+    """What is known about the windows before the run. Sizes may be unknown, and then also pads."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -46,7 +46,7 @@ class Form:
     pads: tuple[tuple[int, ...], tuple[int, ...]] | None
     auto_pad: str
     group: int
-    fixed: bool  # whether the kernel is known; if not, ones stand for its sizes, and sizes are not known
+    fixed: bool  # whether the kernel is known; otherwise its sizes are ones, and `sizes` are unknown
 
     @classmethod
     def of(
@@ -116,7 +116,7 @@ class Form:
 
     @property
     def pointwise(self) -> bool:
-        """Whether there is one window for each position of X, and nothing else in it."""
+        """Whether each window is a single position of X, and all positions have one."""
         padded = self.pads is None or any(map(any, self.pads))
         return self.fixed and math.prod(self.kernel) == max(self.strides) == 1 and not padded
 
@@ -165,7 +165,7 @@ def size_of(op: Recorder, value: ir.Value, axis: int) -> Size:
 
 
 def shaped(op: Recorder, value: ir.Value, *sizes: Size) -> ir.Value:
-    """The value in a shape, with a constant where that is possible."""
+    """Return the value in a shape, which is a constant if possible."""
     known = [size for size in sizes if isinstance(size, int)]
     if len(known) == len(sizes):
         return op.Reshape(value, known, allowzero=1)
@@ -175,6 +175,6 @@ def shaped(op: Recorder, value: ir.Value, *sizes: Size) -> ir.Value:
 
 
 def reshaped(op: Recorder, value: ir.Value, *sizes: ir.Value | list[int]) -> ir.Value:
-    """The value in a shape that is put together of vectors."""
-    # Never -1: that fails if the value is empty.
+    """Return the value in a shape that is a concatenation of vectors."""
+    # Not -1, which fails if the value is empty.
     return op.Reshape(value, op.Concat(*sizes, axis=0), allowzero=1)

@@ -1,4 +1,4 @@
-"""What the windows of a convolution read of X, and kernels in the same order, in standard ONNX operators."""
+"""What the windows of a convolution read, and kernels in the same order, in standard ONNX operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def columns_by_tap(op: Recorder, x: ir.Value, channels: Size, form: Form) -> ir.
 
 def _channels_last(op: Recorder, x: ir.Value, form: Form) -> ir.Value:
     """X with its padding, and its channels behind the positions."""
-    # This way Gather copies long pieces, and on several threads, unlike Slice and Concat.
+    # Gather then copies long pieces, and on several threads, unlike Slice and Concat.
     return form.padded(op, op.Transpose(x, perm=[0, *form.axes, 1]), first=1)
 
 
@@ -62,7 +62,7 @@ def taps_first(op: Recorder, w: ir.Value, filters: Size, channels: Size, taps: i
 
 def taps_last(op: Recorder, dw: ir.Value, filters: Size, channels: Size, taps: int) -> ir.Value:
     """(taps, M, C) as (M, C, taps)"""
-    # onnxruntime is quick at moving a single axis.
+    # onnxruntime moves a single axis quickly.
     return op.Transpose(shaped(op, dw, taps, filters, channels), perm=[1, 2, 0]) if taps > 1 else dw
 
 
@@ -105,7 +105,7 @@ def slices_of(op: Recorder, x: ir.Value, form: Form, *, first: int) -> list[ir.V
     parts = []
     for tap in np.ndindex(form.kernel):
         start = form.start(tap)
-        # Counted from the end, the slices need not know the sizes.
+        # Counted from the end, ends do not depend on the sizes.
         ends = [a - e + 1 or _END for a, e in zip(start, form.extents, strict=True)]
         parts.append(op.Slice(x, list(start), ends, axes, steps))
     return parts

@@ -1,18 +1,18 @@
 """ConvGrad for Numba: both gradients are sums of products that `add_products` computes in registers.
 
-dX is a convolution of dY, in a box with zeros around it, with the weights. A tile has a row for each of some
-channels and columns for consecutive positions, so that a tap of the kernel is a shift of the columns. With
+dX is the convolution of the weights with dY, which is in a box with zeros around it. The rows of a tile are
+channels and its columns consecutive positions, so that a tap of the kernel is a shift of the columns. With
 strides, dX is divided into parts, each of which has its own taps and is such a convolution; parts that share
-rows of dX are interleaved. Where rows of dX are short, the columns are copied together first, as they
-would otherwise hold many zeros.
+rows of dX are interleaved. If rows of dX are short, the columns are first packed into panels, since they
+would otherwise contain many zeros.
 
-dW is the product of X, in a box with its padding, and the transposed dY. A tile has a row for each of some
-pairs of channel and tap, and columns for filters, so that X is not copied for every tap. Where much of what a
-window sees is padding, as in small pictures, products with it are left out: a tile then has a row for each of
-some channels, for one tap.
+dW is the product of X, which is in a box with its padding, and the transposed dY. The rows of a tile are
+pairs of channel and tap and its columns are filters, so that X is not copied for every tap. If much of what a
+window sees is padding, as in small pictures, products with padding are left out: the rows of a tile are then
+channels, and it has a single tap.
 
-The products of W with the zeros around dY must vanish, so the NumPy kernel takes over if W contains NaN or
-infinities. So it does if dY contains them and products with padding are left out.
+The products of W with the zeros around dY must be zero, so the NumPy kernel takes over if W contains NaN or
+infinities. The same applies if dY contains them and products with padding are left out.
 """
 
 from __future__ import annotations
@@ -21,43 +21,42 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, copy_elements, transpose
-from ortgrad.operators.compiled import Integers, Plan
+from ortgrad.compiled.functions import TILE, TILE_ROWS, clear, transpose
+from ortgrad.operators.compiled import Plan
 from ortgrad.operators.records import numbers_of
-from ortgrad.ops._windows import Windows, windows
+from ortgrad.ops._windows import Windows
 from ortgrad.ops.conv import costs
-from ortgrad.ops.conv._compiled_dw import sum_of_filter, weights_task
-from ortgrad.ops.conv._compiled_dx import channels_task
-from ortgrad.ops.conv._few_positions import Few, few_channels_task, few_weights_task
+from ortgrad.ops.conv._compiled_dw import DwTables, sum_of_filter, weights_task
+from ortgrad.ops.conv._compiled_dx import DxTables, channels_task
+from ortgrad.ops.conv._dense import Known, Sizes, in_three_dimensions, place_in, reaches, views_of, windows_of
+from ortgrad.ops.conv._few_positions import Few, FewTask, few_channels_task, few_weights_task
 from ortgrad.ops.conv._few_positions_plan import Division, FewPositions
 from ortgrad.ops.conv._geometry import (
     COLUMNS,
     TERMS,
+    Convolution,
+    Frame,
     Geometry,
     Part,
     Range,
     Spatial,
     volume,
 )
-from ortgrad.ops.conv._memory import aligned
+from ortgrad.ops.conv._memory import Given, Gradients, aligned, are_finite, embed
 from ortgrad.ops.conv.costs import Counts, ManyDw, ManyDx
 
-if TYPE_CHECKING:
-    Sizes = tuple[int, ...]
-    Known = tuple[int | None, ...] | None
-
-# As many tasks as keep several threads busy, if each has enough products, and enough channels, or pairs of
-# channel and tap. With panels it has more channels, as each task copies the columns for itself.
+# There are enough tasks for several threads, provided that each has enough products, and enough channels or
+# pairs of channel and tap. With panels it has more channels, since each task packs the columns itself.
 _TASKS, _PRODUCTS = 16, 1 << 20
 _FEW_CHANNELS, _FEW_CHANNELS_OF_PANELS, _FEW_PAIRS, _MOST_PAIRS = 24, 128, 24, 288
-# Blocks of positions of a task. With strides, a part uses few of the weights that are loaded together, so
-# that it should use each for many positions.
+# Blocks of positions per task. With strides, a part uses few of the weights of a cache line, so it should use
+# each of them for many positions.
 _BLOCKS, _BLOCKS_OF_PARTS = 2, 4
-# Pairs fill tiles, and squares that are transposed at once.
+# A number of pairs that fills both tiles and the squares that are transposed at once.
 _PAIRS = 48
 
 
@@ -65,12 +64,10 @@ def plan(
     dy: Sizes, x: Sizes, w: Sizes, dx: Sizes | None, dw: Sizes | None, db: Sizes | None, **attributes: Any
 ) -> Plan | None:
     """Return the plan; None for tensors without elements, and for more than three spatial dimensions."""
-    group = attributes.pop("group")
-    attributes.pop("kernel_shape")
-    win = windows(x[2:], w[2:], **attributes)
+    win, group = windows_of(x, w, attributes)
     if dy[2:] != win.outputs or win.rank > 3 or not math.prod(x) * math.prod(w):
         return None
-    win = _in_three_dimensions(win)
+    win = in_three_dimensions(win)
     samples, filters, channels, taps = x[0], w[0] // group, w[1], math.prod(w[2:])
     positions = math.prod(win.outputs)
     tasks = min(_TASKS, max(1, samples * math.prod(w) * positions // _PRODUCTS))
@@ -92,10 +89,10 @@ def plan(
     dy_boxes = samples * dy[1] if dx and not dy_in_place and not few_dx else 0
     x_boxes = samples * x[1] if dw and not x_in_place and not few_dw else 0
     transpositions = samples * group * -(-filters // TILE) if dw and not few_dw else 0
-    geometry = few.geometry._replace(
+    geometry = Geometry(
+        conv=few.convolution,
+        dy=Frame(Spatial(*win.outputs), Spatial(*box), Spatial(*division.heads)),
         dy_in_place=dy_in_place,
-        dy_box=Spatial(*box),
-        dy_head=Spatial(*division.heads),
         panels=division.panels,
         dy_boxes=dy_boxes,
         x_boxes=x_boxes,
@@ -110,25 +107,24 @@ def plan(
         kernel_columns=win.kernel[2],
         db_filters=few.biases_of_task,
     )
-    flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(
             dy_boxes + x_boxes + transpositions + (w[0] if dx and not few_dx else 0),
             dx_tasks + dw_tasks + (-(-w[0] // few.biases_of_task) if db else 0),
         ),
-        views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
+        views=views_of(dy, x, w, dx, dw, db),
         numbers={
             "geometry": numbers_of(geometry),
             "taps": [tap for part in division.parts for tap in part.taps],
-            "shifts": [_place(shift, box) for part in division.parts for shift in part.shifts],
+            "shifts": [place_in(shift, box) for part in division.parts for shift in part.shifts],
             "parts": table,
-            "offsets": [_place(reach, x_box) for reach in _reaches(win)],
+            "offsets": [place_in(reach, x_box) for reach in reaches(win)],
             "ranges": [number for tap in ranges for number in numbers_of(tap)],
             "few": numbers_of(few_tasks.numbers),
         },
         work=samples * math.prod(w) * positions // 8,
         scratch=[
-            # Columns are read up to a multiple of 16, and the last row has no other behind it.
+            # Columns are read up to a multiple of 16, and no other row follows the last one.
             (dy_boxes * math.prod(box) + COLUMNS + TILE + box[2] if dy_boxes else 0,),
             (x_boxes * math.prod(x_box),),
             (transpositions * TILE * positions + TILE if transpositions else 0,),
@@ -183,36 +179,14 @@ def is_fastest(dy: Known, x: Known, w: Known, *, group: int, strides: Sequence[i
         return True
     if len(w) > 5 or (w[1] == 1 and group > 1):
         return False
-    # Where windows do not overlap, the body copies nothing either.
+    # If windows do not overlap, the body copies nothing either.
     steps = strides or [1] * len(w[2:])
     return any(k is None or k > s for k, s in zip(w[2:], steps, strict=False))
 
 
-def _in_three_dimensions(win: Windows) -> Windows:
-    """The same windows in three dimensions; those of a pointwise convolution in one row."""
-    if max(win.kernel) == 1 and win.outputs == win.sizes and not any(win.heads):
-        size, one, zero = (1, 1, math.prod(win.sizes)), (1, 1, 1), (0, 0, 0)
-        return Windows(size, size, one, one, one, zero, zero)
-    ones, zeros = (1,) * (3 - win.rank), (0,) * (3 - win.rank)
-    return Windows(
-        *(ones + sizes for sizes in (win.sizes, win.outputs, win.kernel, win.strides, win.dilations)),
-        *(zeros + pads for pads in (win.heads, win.tails)),
-    )
-
-
-def _reaches(win: Windows) -> list[Sizes]:
-    """Where each tap is in a window."""
-    taps = itertools.product(*map(range, win.kernel))
-    return [tuple(k * d for k, d in zip(tap, win.dilations, strict=True)) for tap in taps]
-
-
-def _place(position: Sequence[int], box: Sequence[int]) -> int:
-    return (position[0] * box[1] + position[1]) * box[2] + position[2]
-
-
 @dataclass(frozen=True)
 class _Part:
-    """The elements of dX whose place in the padded X, divided by the strides, leaves a certain remainder.
+    """The elements of dX whose places in the padded X leave a certain remainder when divided by the strides.
 
     Its position p is that of the padded X, divided by the strides. Its taps read dY at p - shift.
     """
@@ -227,7 +201,7 @@ class _Part:
     def all(cls, win: Windows) -> list[_Part]:
         """Return the parts that have elements."""
         taps: dict[Sizes, list[tuple[int, Sizes]]] = {}
-        for tap, reach in enumerate(_reaches(win)):
+        for tap, reach in enumerate(reaches(win)):
             remainder = tuple(r % s for r, s in zip(reach, win.strides, strict=True))
             shift = tuple(r // s for r, s in zip(reach, win.strides, strict=True))
             taps.setdefault(remainder, []).append((tap, shift))
@@ -241,7 +215,7 @@ class _Part:
             if min(counts) > 0:
                 shifts = tuple(shift for _, shift in own)
                 parts.append(cls(remainder, tuple(firsts), tuple(counts), tuple(t for t, _ in own), shifts))
-        # Those that share rows beside each other, in the order in which they begin there.
+        # Parts that share rows are neighbours, in the order in which they begin in a row.
         step = win.strides[2]
         return sorted(parts, key=lambda p: (*p.remainder[:2], p.first[2] * step + p.remainder[2]))
 
@@ -271,7 +245,7 @@ class _Division:
             before = max(0, *(-first for first, _ in ranges), 0)
             behind = max(0, *(first + count - outputs for first, count in ranges), 0)
             heads.append(before)
-            # Zeros behind a row are those before the next one.
+            # The zeros after a row are also those before the next one.
             zeros = max(before, behind) if axis == 2 else before + behind
             most = max(part.count[axis] for part in parts) if axis == 2 else 0
             box.append(max(outputs + zeros, most))
@@ -287,7 +261,7 @@ class _Division:
 
     @property
     def members(self) -> int:
-        """How many parts share rows of dX, and are computed together; with panels each one by itself."""
+        """How many parts share rows of dX and are computed together; with panels, each is computed alone."""
         first = self.parts[0]
         return 1 if self.panels else sum(part.remainder[:2] == first.remainder[:2] for part in self.parts)
 
@@ -299,7 +273,7 @@ class _Division:
 
     @property
     def counts(self) -> tuple[int, float]:
-        """The products and copies for dX of one filter."""
+        """The numbers of products and copies of a filter."""
         products, copies = 0, 0.0
         for part in self.parts:
             lines, length = self._lines(part)
@@ -351,9 +325,9 @@ def _pairs_of_task(blocks: int, pairs: int, tasks: int, taps: int) -> int:
 
 
 def _ranges(win: Windows) -> list[Range]:
-    """The first and last rows and columns of the output for which a tap of the kernel sees no padding."""
+    """Return, for each tap of the kernel, the rows and columns of the output for which it sees no padding."""
     ranges = []
-    for reach in _reaches(win):
+    for reach in reaches(win):
         tap: list[int] = []
         for axis in (1, 2):
             shift, stride = win.heads[axis] - reach[axis], win.strides[axis]
@@ -368,90 +342,65 @@ def _pays_to_skip(win: Windows, channels: int, ranges: list[Range]) -> bool:
     positions, taps = math.prod(win.outputs), math.prod(win.kernel)
     if win.outputs[0] * win.kernel[0] > 1 or positions > 2 * TERMS or taps * TILE_ROWS > _MOST_PAIRS:
         return False
-    # Tiles of all taps are full; those of one tap have rows for no channel.
+    # Tiles of all taps are full; tiles of one tap may have unused rows.
     rows = -(-channels // TILE_ROWS) * TILE_ROWS
     return costs.takes("skip", _seen(ranges) * rows, positions * taps * channels)
 
 
 def _seen(ranges: list[Range]) -> int:
-    """Return for how many pairs of tap and position of a plane the tap sees no padding."""
+    """Return the number of pairs of a tap and a position in a plane such that the tap sees no padding."""
     return sum((bottom - top) * (right - left) for top, bottom, left, right in ranges)
 
 
-def prepare(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    dy_boxes: np.ndarray,
-    x_boxes: np.ndarray,
-    turned: np.ndarray,
-    geometry: Geometry,
-) -> bool:
+class Tables(NamedTuple):
+    """The lists of a plan."""
+
+    of_dx: DxTables
+    of_dw: DwTables
+
+
+class Boxes(NamedTuple):
+    """dY and X in boxes, and the transposed dY."""
+
+    dy_boxes: np.ndarray
+    x_boxes: np.ndarray
+    turned: np.ndarray
+
+
+def prepare(task: int, given: Given, boxes: Boxes, geometry: Geometry) -> bool:
     """Copy a channel of dY or X into its box, transpose dY of some filters, or check W of a filter."""
     if task < geometry.dy_boxes:
-        _embed(task, dy, geometry.output, dy_boxes, geometry.dy_box, geometry.dy_head)
+        plane = volume(geometry.dy.box)
+        embed(task, given.dy, boxes.dy_boxes, task * plane, geometry.dy)
         if task == geometry.dy_boxes - 1:
-            plane = volume(geometry.dy_box)
-            clear(dy_boxes, (task + 1) * plane, len(dy_boxes) - (task + 1) * plane)
+            clear(boxes.dy_boxes, (task + 1) * plane, len(boxes.dy_boxes) - (task + 1) * plane)
         return False
     task -= geometry.dy_boxes
     if task < geometry.x_boxes:
-        _embed(task, x, geometry.size, x_boxes, geometry.x_box, geometry.head)
+        embed(task, given.x, boxes.x_boxes, task * volume(geometry.conv.x.box), geometry.conv.x)
         return False
     task -= geometry.x_boxes
     if task < geometry.transpositions:
-        return _transpose_filters(task, dy, aligned(turned), geometry)
+        return _transpose_filters(task, given.dy, aligned(boxes.turned), geometry)
     task -= geometry.transpositions
-    filters = geometry.filters * geometry.groups
-    size = len(w) // filters
-    total, values = 0.0, w[task * size : (task + 1) * size]
-    for k in range(size):
-        total += values[k] * 0.0
-    return total != 0.0
-
-
-def _embed(
-    channel: int, source: np.ndarray, size: Spatial, boxes: np.ndarray, box: Spatial, head: Spatial
-) -> None:
-    """Copy a channel into its box, behind its head of zeros."""
-    depth, height, width = size.depth, size.height, size.width
-    rows, pitch = box.height, box.width
-    # Windows may see padding only, and the box ends where they do.
-    before = min(head.width, pitch)
-    count = min(width, pitch - before)
-    for i in range(box.depth * rows):
-        z, y = i // rows - head.depth, i % rows - head.height
-        start = (channel * box.depth * rows + i) * pitch
-        if z < 0 or z >= depth or y < 0 or y >= height:
-            clear(boxes, start, pitch)
-            continue
-        clear(boxes, start, before)
-        copy_elements(boxes, start + before, source, ((channel * depth + z) * height + y) * width, count)
-        clear(boxes, start + before + count, pitch - before - count)
+    size = len(given.w) // (geometry.conv.filters * geometry.conv.groups)
+    return not are_finite(given.w[task * size : (task + 1) * size])
 
 
 def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: Geometry) -> bool:
-    """Transpose dY of up to 16 filters of a sample. Filters that do not exist have zeros.
+    """Transpose dY of up to 16 filters of a sample, with zeros for filters that do not exist.
 
-    Return whether there are NaN or infinities, if their products with padding would be left out.
+    Return whether there are NaN or infinities whose products with padding would be left out.
     """
-    filters, positions = (
-        geometry.filters,
-        volume(geometry.output),
-    )
+    conv: Convolution = geometry.conv
+    filters, positions = conv.filters, volume(conv.output)
     slices = (filters + TILE - 1) // TILE
-    sample, group, first = (
-        task // slices // geometry.groups,
-        task // slices % geometry.groups,
-        task % slices,
-    )
-    first *= TILE
+    sample, group, first = task // slices // conv.groups, task // slices % conv.groups, task % slices * TILE
     block = first // COLUMNS * COLUMNS
     columns, count = min(COLUMNS, slices * TILE - block), min(TILE, filters - first)
-    place = (group * slices * TILE + block) * geometry.samples * positions
+    place = (group * slices * TILE + block) * conv.samples * positions
     place += sample * positions * columns + first - block
-    source = ((sample * geometry.groups + group) * filters + first) * positions
+    source = ((sample * conv.groups + group) * filters + first) * positions
     p = 0
     while count == TILE and p + TILE <= positions:
         transpose(turned, place + p * columns, columns, dy, source + p, positions)
@@ -459,44 +408,36 @@ def _transpose_filters(task: int, dy: np.ndarray, turned: np.ndarray, geometry: 
     for k in range(p, positions):
         for i in range(TILE):
             turned[place + k * columns + i] = dy[source + i * positions + k] if i < count else 0.0
-    total, values = 0.0, dy[source : source + count * positions]
-    for k in range(count * positions if geometry.dw_skips else 0):
-        total += values[k] * 0.0
-    return total != 0.0
+    return geometry.dw_skips != 0 and not are_finite(dy[source : source + count * positions])
 
 
 def conv_grad_task(
     task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    dw: np.ndarray,
-    db: np.ndarray,
-    dy_boxes: np.ndarray,
-    x_boxes: np.ndarray,
-    turned: np.ndarray,
-    memory: np.ndarray,
+    given: Given,
+    gradients: Gradients,
+    boxes: Boxes,
+    scratch: np.ndarray,
     geometry: Geometry,
-    taps: Integers,
-    shifts: Integers,
-    parts: Integers,
-    offsets: Integers,
-    ranges: Integers,
     few: Few,
+    tables: Tables,
 ) -> bool:
     """Compute dX of some channels and positions, dW of some filters, or dB of some."""
+    conv: Convolution = geometry.conv
     if task < geometry.dx_tasks:
         if few.dx:
-            return few_channels_task(task, dy, w, dx, memory, geometry, few, offsets)
-        return channels_task(task, dy, w, dx, dy_boxes, geometry, taps, shifts, parts)
+            of_task = FewTask(scratch, conv, few, tables.of_dw.offsets)
+            return few_channels_task(task, given.dy, given.w, gradients.dx, of_task)
+        source = given.dy if geometry.dy_in_place else boxes.dy_boxes
+        return channels_task(task, source, given.w, gradients.dx, geometry, tables.of_dx)
     task -= geometry.dx_tasks
     if task < geometry.dw_tasks:
         if few.dw:
-            return few_weights_task(task, dy, x, dw, memory, geometry, few, offsets)
-        return weights_task(task, x, dw, x_boxes, turned, geometry, offsets, ranges)
+            of_task = FewTask(scratch, conv, few, tables.of_dw.offsets)
+            return few_weights_task(task, given.dy, given.x, gradients.dw, of_task)
+        values = given.x if conv.x_in_place else boxes.x_boxes
+        return weights_task(task, values, boxes.turned, gradients.dw, geometry, tables.of_dw)
     task -= geometry.dw_tasks
-    filters = geometry.filters * geometry.groups
+    filters = conv.filters * conv.groups
     for m in range(task * geometry.db_filters, min((task + 1) * geometry.db_filters, filters)):
-        db[m] = sum_of_filter(m, dy, geometry.samples, filters)
+        gradients.db[m] = sum_of_filter(m, given.dy, conv.samples, filters)
     return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ortgrad.compiled.functions import (
@@ -10,107 +12,131 @@ from ortgrad.compiled.functions import (
     Columns,
     Rows,
     add_products,
-    allocate,
-    allocate_integers,
     clear,
     copy_elements,
     copy_vector,
-    release,
 )
 from ortgrad.operators.compiled import Integers
-from ortgrad.ops.conv._geometry import (
-    COLUMNS,
-    PART,
-    TERMS,
-    Geometry,
-    Part,
-    volume,
-)
-from ortgrad.ops.conv._memory import aligned, fetch_rows
+from ortgrad.ops.conv._geometry import COLUMNS, PART, TERMS, Convolution, Geometry, Part, volume
+from ortgrad.ops.conv._memory import aligned, fetch_rows, return_memory, take_memory
+
+
+class DxTables(NamedTuple):
+    """Lists of the plan: the taps of all parts, where they are shifted to in dY, and the parts."""
+
+    taps: Integers
+    shifts: Integers
+    parts: Integers
+
+
+class Block(NamedTuple):
+    """Some channels of a group, at consecutive positions of a line."""
+
+    group: int
+    first: int  # channel
+    channels: int
+    line: int
+    start: int  # position
+    length: int
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive positions: the columns where they begin, lengths, and places in dY and dX."""
+
+    columns: np.ndarray
+    lengths: np.ndarray
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+class Terms(NamedTuple):
+    """Filters whose products are added up at once, the taps of each, and where dY is for the first filter."""
+
+    together: int
+    taps: int
+    base: int
+    panel: int  # the size of a panel, to which columns of dY are copied
 
 
 def channels_task(
-    task: int,
-    dy: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    boxes: np.ndarray,
-    geometry: Geometry,
-    taps: Integers,
-    offsets: Integers,
-    parts: Integers,
+    task: int, source: np.ndarray, w: np.ndarray, dx: np.ndarray, geometry: Geometry, tables: DxTables
 ) -> bool:
-    """Compute dX of some channels at some positions; of all the parts that share rows of dX."""
-    members = geometry.dx_members
+    """Compute dX of some channels at some positions, for all parts that share rows of dX."""
+    members, parts = geometry.dx_members, tables.parts
     at, step = 0, members * PART
     while at + step < len(parts) and task >= parts[at + step]:  # its first task
         at += step
     own: Part = parts[at : at + PART]
-    channels, most = geometry.channels, geometry.dx_channels
-    splits = (channels + most - 1) // most
-    task -= own.task
-    unit, group, first = (
-        task // (geometry.groups * splits),
-        task // splits % geometry.groups,
-        task % splits * most,
-    )
-    count, room = min(most, channels - first), geometry.dx_blocks * COLUMNS
-    line, start = unit // own.units, unit % own.units * room
-    sums, integers = allocate(members * count * room + COLUMNS), allocate_integers(4 * room)
-    if len(sums) == 0 or len(integers) == 0:
-        release(sums)
-        release(integers)
+    block = _block(task - own.task, own, geometry)
+    count, room = block.channels, geometry.dx_blocks * COLUMNS
+    memory = take_memory(members * count * room + COLUMNS, 4 * room)
+    if len(memory.numbers) == 0:
         return True
-    columns, lengths = integers[:room], integers[room : 2 * room]
-    sources, targets = integers[2 * room : 3 * room], integers[3 * room :]
-    runs, length = _runs(line, start, group, own, geometry, columns, lengths, sources, targets)
+    sums, lists = memory.numbers, memory.integers
+    columns, lengths = lists[:room], lists[room : 2 * room]
+    sources, targets = lists[2 * room : 3 * room], lists[3 * room :]
+    number = _list_runs(Runs(columns, lengths, sources, targets), block, own, geometry)
+    runs = Runs(columns[:number], lengths[:number], sources[:number], targets[:number])
     failed = False
     for member in range(members):
-        failed = failed or _add_up(
-            sums[member * count * room :],
-            dy if geometry.dy_in_place else boxes,
-            w,
-            line,
-            start,
-            length,
-            group,
-            first,
-            count,
-            parts[at + member * PART : at + (member + 1) * PART],
-            geometry,
-            taps,
-            offsets,
-            columns[:runs],
-            sources,
-        )
-    area = volume(geometry.size)
-    pitch = geometry.dy_box.width
-    for c in range(count):
-        for run in range(runs):
-            n, place, column = lengths[run], targets[run] + (first + c) * area, c * room + columns[run]
-            if geometry.stride.width == 1:
+        part = parts[at + member * PART : at + (member + 1) * PART]
+        into = sums[member * count * room :]
+        failed = failed or _add_up(into, source, w, block, part, geometry, tables, runs)
+    _write(dx, sums, runs, block, parts[at : at + step], geometry)
+    return_memory(memory)
+    return failed
+
+
+def _block(task: int, part: Part, geometry: Geometry) -> Block:
+    """Return what a task of a part computes."""
+    conv: Convolution = geometry.conv
+    most, room = geometry.dx_channels, geometry.dx_blocks * COLUMNS
+    splits = (conv.channels + most - 1) // most
+    unit, group, first = task // (conv.groups * splits), task // splits % conv.groups, task % splits * most
+    line, start = unit // part.units, unit % part.units * room
+    # A line is a plane of dY; with panels there is a single line, of all samples.
+    if geometry.panels:
+        end = conv.samples * volume(part.counts)
+    else:
+        end = (part.counts.height - 1) * geometry.dy.box.width + part.counts.width
+    return Block(group, first, min(most, conv.channels - first), line, start, min(end - start, room))
+
+
+def _write(
+    dx: np.ndarray, sums: np.ndarray, runs: Runs, block: Block, parts: Integers, geometry: Geometry
+) -> None:
+    """Write the sums of all parts that share rows to dX."""
+    conv: Convolution = geometry.conv
+    own: Part = parts
+    area, step, pitch = volume(conv.x.size), conv.stride.width, geometry.dy.box.width
+    room, members = geometry.dx_blocks * COLUMNS, geometry.dx_members
+    size = block.channels * room
+    for c in range(block.channels):
+        for run in range(len(runs.columns)):
+            n, place = runs.lengths[run], runs.targets[run] + (block.first + c) * area
+            column = c * room + runs.columns[run]
+            if step == 1:
                 copy_elements(dx, place, sums, column, n)
-            elif members == 2 and geometry.stride.width == 2:
-                second: Part = parts[at + PART : at + step]
-                pairs = min(n, second.counts.width - (start + columns[run]) % pitch)
-                _write_both(dx[place:], sums[column:], sums[count * room + column :], pairs)
+                continue
+            begin = (block.start + runs.columns[run]) % pitch
+            if members == 2 and step == 2:
+                second: Part = parts[PART:]
+                pairs = min(n, second.counts.width - begin)
+                _write_both(dx[place:], sums[column:], sums[size + column :], pairs)
                 if pairs < n:
                     dx[place + 2 * pairs] = sums[column + pairs]
             else:
                 for member in range(members):
-                    part: Part = parts[at + member * PART : at + (member + 1) * PART]
-                    seen = n if members == 1 else min(n, part.counts.width - (start + columns[run]) % pitch)
-                    to = place + _place_in_row(part, geometry) - _place_in_row(own, geometry)
+                    part: Part = parts[member * PART : (member + 1) * PART]
+                    seen = n if members == 1 else min(n, part.counts.width - begin)
+                    to = place + _place_in_row(part, conv) - _place_in_row(own, conv)
                     for k in range(seen):
-                        dx[to + k * geometry.stride.width] = sums[member * count * room + column + k]
-    release(sums)
-    release(integers)
-    return failed
+                        dx[to + k * step] = sums[member * size + column + k]
 
 
-def _place_in_row(part: Part, geometry: Geometry) -> int:
-    """The place of the first element of a part in a row of dX."""
-    return part.first.width * geometry.stride.width + part.place.width - geometry.head.width
+def _place_in_row(part: Part, conv: Convolution) -> int:
+    """Return the place of the first element of a part in a row of dX."""
+    return part.first.width * conv.stride.width + part.place.width - conv.x.head.width
 
 
 def _write_both(into: np.ndarray, even: np.ndarray, odd: np.ndarray, count: int) -> None:
@@ -124,155 +150,126 @@ def _add_up(
     sums: np.ndarray,
     source: np.ndarray,
     w: np.ndarray,
-    line: int,
-    start: int,
-    length: int,
-    group: int,
-    first: int,
-    count: int,
+    block: Block,
     part: Part,
     geometry: Geometry,
-    taps: Integers,
-    offsets: Integers,
-    columns: np.ndarray,
-    sources: np.ndarray,
+    tables: DxTables,
+    runs: Runs,
 ) -> bool:
     """Compute the sums of a part for some channels; return whether there is no memory."""
-    channels, filters = geometry.channels, geometry.filters
-    panels, own, room = geometry.panels, part.taps, geometry.dx_blocks * COLUMNS
-    if own == 0:
-        clear(sums, 0, count * room)
+    filters, taps, panels = geometry.conv.filters, part.taps, geometry.panels
+    if taps == 0:
+        clear(sums, 0, block.channels * geometry.dx_blocks * COLUMNS)
         return False
-    # The filters whose products are added up at once.
-    together = min(filters, max(1, TERMS // own))
-    terms = together * own
-    # What is copied into a panel too much may lie behind it.
-    size = terms * COLUMNS + TILE
-    integers = allocate_integers(2 * terms + TILE_ROWS + 2)
-    panel = allocate((geometry.dx_blocks * size if panels else 0) + TILE)
-    if len(integers) == 0 or len(panel) == 0:
-        release(integers)
-        release(panel)
+    together = min(filters, max(1, TERMS // taps))
+    number, plane = together * taps, volume(geometry.dy.box)
+    # Copies of whole vectors may extend beyond a panel.
+    size = number * COLUMNS + TILE
+    memory = take_memory((geometry.dx_blocks * size if panels else 0) + TILE, 2 * number + TILE_ROWS + 2)
+    if len(memory.numbers) == 0:
         return True
-    steps, places, starts = integers[:terms], integers[terms : 2 * terms], integers[2 * terms :]
-    shifts, bases = starts[TILE_ROWS : TILE_ROWS + 1], starts[TILE_ROWS + 1 : TILE_ROWS + 2]
-    plane = volume(geometry.dy_box)
-    base = _source(line, start, group, plane, part, geometry)
+    further = memory.integers[2 * number :]
+    left = Rows(w, further[:TILE_ROWS], further[TILE_ROWS : TILE_ROWS + 1], memory.integers[:number])
+    values = aligned(memory.numbers) if panels else source
+    right = Columns(values, further[TILE_ROWS + 1 :], memory.integers[number : 2 * number])
+    terms = Terms(together, taps, _source(block.line, block.start, block.group, part, geometry), size)
+    shifts = tables.shifts[part.tap : part.tap + taps]
     for i in range(together):
-        for k in range(own):
-            tap, term = part.tap + k, i * own + k
-            steps[term] = i * channels * geometry.taps + taps[tap]
-            places[term] = term * COLUMNS if panels else i * plane - offsets[tap]
-    right = aligned(panel) if panels else source
-    blocks = (length + COLUMNS - 1) // COLUMNS
-    m = 0
-    while m < filters:
-        used = min(together, filters - m)
+        for k in range(taps):
+            term = i * taps + k
+            left.steps[term] = i * geometry.conv.channels * geometry.conv.taps + tables.taps[part.tap + k]
+            right.places[term] = term * COLUMNS if panels else i * plane - shifts[k]
+    for m in range(0, filters, together):
         if panels:
-            own_offsets = offsets[part.tap : part.tap + own]
-            _pack(right, source, columns, sources, m * plane, plane, used, own_offsets, size)
-        for c in range(0, count, TILE_ROWS):
-            rows = min(TILE_ROWS, count - c)
-            for i in range(rows):
-                starts[i] = (first + c + i) * geometry.taps
-            shifts[0] = (group * filters + m) * channels * geometry.taps
-            if c + rows < count:
-                begin = shifts[0] + starts[0] + rows * geometry.taps
-                fetch_rows(w, begin, used, channels * geometry.taps, TILE_ROWS * geometry.taps)
-            if c == 0 and not panels:
-                # What comes next: dY of other filters, or of the first ones for the next task.
-                last = m + together >= filters
-                begin = base + (length if last else (m + together) * plane)
-                fetch_rows(
-                    source, begin, min(together, filters if last else filters - m - together), plane, length
-                )
-            for block in range(blocks):
-                width = min(COLUMNS, (length - block * COLUMNS + TILE - 1) // TILE * TILE)
-                bases[0] = block * size if panels else base + m * plane + block * COLUMNS
-                add_products(
-                    sums[c * room + block * COLUMNS :],
-                    room,
-                    Rows(w, starts, shifts, steps[: used * own]),
-                    rows,
-                    Columns(right, bases, places[: used * own]),
-                    width,
-                    m == 0,
-                )
-        m += together
-    release(integers)
-    release(panel)
+            _pack(right.values, source, runs, m * plane, plane, min(together, filters - m), shifts, size)
+        _add_filters(sums, m, left, right, terms, block, geometry)
+    return_memory(memory)
     return False
 
 
-def _source(line: int, start: int, group: int, plane: int, part: Part, geometry: Geometry) -> int:
-    """The place in the boxes of dY of a position in a line, for the first filter of a group."""
-    samples = part.counts.depth
-    channel = (line // samples * geometry.groups + group) * geometry.filters
-    a = part.first.depth + line % samples + geometry.dy_head.depth
-    b = part.first.height + geometry.dy_head.height
-    row = (a * geometry.dy_box.height + b) * geometry.dy_box.width
-    return channel * plane + row + part.first.width + geometry.dy_head.width + start
+def _add_filters(
+    sums: np.ndarray, m: int, left: Rows, right: Columns, terms: Terms, block: Block, geometry: Geometry
+) -> None:
+    """Add the products of some filters, from m on."""
+    conv: Convolution = geometry.conv
+    taps, filters, together, length = conv.taps, conv.filters, terms.together, block.length
+    used, plane, room = min(together, filters - m), volume(geometry.dy.box), geometry.dx_blocks * COLUMNS
+    weights = Rows(left.values, left.starts, left.shifts, left.steps[: used * terms.taps])
+    grads = Columns(right.values, right.bases, right.places[: used * terms.taps])
+    left.shifts[0] = (block.group * filters + m) * conv.channels * taps
+    for c in range(0, block.channels, TILE_ROWS):
+        rows = min(TILE_ROWS, block.channels - c)
+        for i in range(rows):
+            left.starts[i] = (block.first + c + i) * taps
+        if c + rows < block.channels:
+            begin = left.shifts[0] + left.starts[0] + rows * taps
+            fetch_rows(left.values, begin, used, conv.channels * taps, TILE_ROWS * taps)
+        if c == 0 and not geometry.panels:
+            # Needed next: dY of other filters, or of the first filters for the next task.
+            last = m + together >= filters
+            begin = terms.base + (length if last else (m + together) * plane)
+            following = min(together, filters if last else filters - m - together)
+            fetch_rows(right.values, begin, following, plane, length)
+        for k in range(0, length, COLUMNS):
+            width = min(COLUMNS, (length - k + TILE - 1) // TILE * TILE)
+            right.bases[0] = k // COLUMNS * terms.panel if geometry.panels else terms.base + m * plane + k
+            add_products(sums[c * room + k :], room, weights, rows, grads, width, m == 0)
 
 
-def _runs(
-    line: int,
-    start: int,
-    group: int,
-    part: Part,
-    geometry: Geometry,
-    columns: np.ndarray,
-    lengths: np.ndarray,
-    sources: np.ndarray,
-    targets: np.ndarray,
-) -> tuple[int, int]:
-    """Write the runs of consecutive positions of a task: the column where each begins, its length, and its
-    place in dY and in dX. Return the number of runs and of columns."""
+def _source(line: int, start: int, group: int, part: Part, geometry: Geometry) -> int:
+    """Return the place in the boxes of dY of a position in a line, for the first filter of a group."""
+    conv: Convolution = geometry.conv
+    channel = (line // part.counts.depth * conv.groups + group) * conv.filters
+    a = part.first.depth + line % part.counts.depth + geometry.dy.head.depth
+    b = part.first.height + geometry.dy.head.height
+    row = (a * geometry.dy.box.height + b) * geometry.dy.box.width
+    return channel * volume(geometry.dy.box) + row + part.first.width + geometry.dy.head.width + start
+
+
+def _list_runs(runs: Runs, block: Block, part: Part, geometry: Geometry) -> int:
+    """Write the runs of consecutive positions of a task; return their number."""
+    conv: Convolution = geometry.conv
     depth, height, width = part.counts.depth, part.counts.height, part.counts.width
-    panels, plane = geometry.panels, volume(geometry.dy_box)
-    pitch = width if panels else geometry.dy_box.width
-    end = geometry.samples * depth * height * width if panels else (height - 1) * pitch + width
-    end = min(end, start + geometry.dx_blocks * COLUMNS)
-    runs, at = 0, start
+    pitch = width if geometry.panels else geometry.dy.box.width
+    number, at, end = 0, block.start, block.start + block.length
     while at < end:
         k = at % pitch
         if k >= width:
             at += pitch - k
             continue
-        # A line is a row of rows; with panels there is one line, of all samples.
-        row = at // pitch if panels else line * height + at // pitch
+        row = at // pitch if geometry.panels else block.line * height + at // pitch
         y, z, sample = row % height, row // height % depth, row // height // depth
         n = min(width - k, end - at)
-        if panels:
-            n = min(n, TILE, COLUMNS - (at - start) % COLUMNS)
-        columns[runs], lengths[runs] = at - start, n
-        shift = y * geometry.dy_box.width + k
-        sources[runs] = _source(sample * depth + z, shift, group, plane, part, geometry)
-        a = (part.first.depth + z) * geometry.stride.depth + part.place.depth - geometry.head.depth
-        b = (part.first.height + y) * geometry.stride.height + part.place.height - geometry.head.height
-        c = (part.first.width + k) * geometry.stride.width + part.place.width - geometry.head.width
-        channel = (sample * geometry.groups + group) * geometry.channels
-        row = (channel * geometry.size.depth + a) * geometry.size.height + b
-        targets[runs] = row * geometry.size.width + c
-        runs += 1
+        if geometry.panels:
+            n = min(n, TILE, COLUMNS - (at - block.start) % COLUMNS)
+        shift = y * geometry.dy.box.width + k
+        a = (part.first.depth + z) * conv.stride.depth + part.place.depth - conv.x.head.depth
+        b = (part.first.height + y) * conv.stride.height + part.place.height - conv.x.head.height
+        c = (part.first.width + k) * conv.stride.width + part.place.width - conv.x.head.width
+        channel = (sample * conv.groups + block.group) * conv.channels
+        row = (channel * conv.x.size.depth + a) * conv.x.size.height + b
+        runs.columns[number], runs.lengths[number] = at - block.start, n
+        runs.sources[number] = _source(sample * depth + z, shift, block.group, part, geometry)
+        runs.targets[number] = row * conv.x.size.width + c
+        number += 1
         at += n
-    return runs, end - start
+    return number
 
 
 def _pack(
     panels: np.ndarray,
     source: np.ndarray,
-    columns: np.ndarray,
-    sources: np.ndarray,
+    runs: Runs,
     shift: int,
     plane: int,
     filters: int,
-    offsets: Integers,
+    shifts: Integers,
     size: int,
 ) -> None:
-    """Copy the columns of some filters together, for all taps: what is copied too much is overwritten."""
+    """Pack the columns of some filters for all taps. The surplus of whole vectors is overwritten."""
     for i in range(filters):
-        for k in range(len(offsets)):
-            begin, row = shift + i * plane - offsets[k], (i * len(offsets) + k) * COLUMNS
-            for run in range(len(columns)):
-                place = columns[run] // COLUMNS * size + columns[run] % COLUMNS
-                copy_vector(panels, row + place, source, begin + sources[run])
+        for k in range(len(shifts)):
+            begin, row = shift + i * plane - shifts[k], (i * len(shifts) + k) * COLUMNS
+            for run in range(len(runs.columns)):
+                place = runs.columns[run] // COLUMNS * size + runs.columns[run] % COLUMNS
+                copy_vector(panels, row + place, source, begin + runs.sources[run])

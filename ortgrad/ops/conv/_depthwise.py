@@ -1,20 +1,20 @@
 """Depthwise convolutions for Numba: every filter reads one channel, so TILE channels are computed at once.
 
 A task transposes some rows of TILE channels, so that a vector holds one position of them. Strides, edges and
-short rows waste no part of a vector then. With s for the stride, and E for dY with zeros beside it,
+short rows then waste no part of a vector. With the stride s, and E for dY with zeros around it,
 
     Y[p] = B + sum over taps t of W[t] X[s p + t]
     dW[t] = sum over p of E[p] X[s p + t]
-    dX[p] = sum over t with the remainder of p / s of W[t] E[(p - t) / s]
+    dX[p] = sum over t with the same remainder modulo s as p of W[t] E[(p - t) / s]
 
 The results are transposed back. Some products with padding, and with the zeros of E, are left out. They must
-vanish, so the NumPy kernel takes over if W contains NaN or infinities, and if dW does because X or dY may.
+be zero, so the NumPy kernel takes over if W contains NaN or infinities, or if dW does, as then X or dY may.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from ortgrad.compiled.functions import (
     transpose,
 )
 from ortgrad.operators.compiled import Integers, Plan
-from ortgrad.ops._windows import windows
+from ortgrad.ops.conv._dense import Sizes, views_of, windows_of
 from ortgrad.ops.conv._depthwise_plan import (
     PRODUCT,
     ROW,
@@ -54,21 +54,16 @@ from ortgrad.ops.conv._depthwise_plan import (
 )
 from ortgrad.ops.conv._memory import aligned
 
-if TYPE_CHECKING:
-    Sizes = tuple[int, ...]
-
 # The memory of two squares of elements that are transposed.
 _SQUARES = 2 * TILE * TILE + TILE
-# The work of a task, if there are several planes in it: as much as another thread is started for.
+# The work of a task that consists of several planes: enough for another thread to be started.
 _WORK = 1 << 15
-# Vectors of a box that are cleared at once.
+# Line of a box that are cleared at once.
 _SMALL = 128
 
 
 def _division(x: Sizes, w: Sizes, y: Sizes, attributes: dict[str, Any]) -> Division | None:
-    group = attributes.pop("group")
-    attributes.pop("kernel_shape")
-    win = windows(x[2:], w[2:], **attributes)
+    win, group = windows_of(x, w, attributes)
     fits = y[2:] == win.outputs and x[1] == group and w[1] == 1
     if not fits or len(x) > 4 or not math.prod(x) * math.prod(w):
         return None
@@ -76,7 +71,7 @@ def _division(x: Sizes, w: Sizes, y: Sizes, attributes: dict[str, Any]) -> Divis
 
 
 def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> tuple[Tables, int]:
-    """Complete the tables, if a plane has so much work, and return them with the number of tasks."""
+    """Return the completed tables and the number of tasks, given the work of a plane."""
     geometry = tables.geometry
     samples, blocks = x[0], -(-x[1] // TILE)
     if geometry.pieces > 0:
@@ -93,7 +88,7 @@ def _divide(tables: Tables, x: Sizes, w: Sizes, work: int) -> tuple[Tables, int]
 def plan_grad(
     dy: Sizes, x: Sizes, w: Sizes, dx: Sizes | None, dw: Sizes | None, db: Sizes | None, **attributes: Any
 ) -> Plan | None:
-    """Return the plan of the gradient; None for what is not depthwise, empty or three-dimensional."""
+    """Return the plan of the gradient; None for other convolutions, empty tensors and three dimensions."""
     division = _division(x, w, dy, attributes)
     if division is None:
         return None
@@ -105,10 +100,9 @@ def plan_grad(
     geometry = tables.geometry._replace(wanted=wanted)
     sums = geometry.blocks * filters if wanted > 1 else 0
     adding = w[0] if geometry.pieces > 0 and sums else sums
-    flat = [(math.prod(shape),) for shape in (dy, x, w)]
     return Plan(
         tasks=(tasks, adding),
-        views=[*flat, flat[1] if dx else (0,), flat[2] if dw else (0,), db or (0,)],
+        views=views_of(dy, x, w, dx, dw, db),
         numbers=tables._replace(geometry=geometry).numbers,
         work=x[0] * x[1] * work,
         scratch=[(geometry.samples * geometry.strips, sums, (taps + 1) * TILE)],
@@ -126,96 +120,101 @@ def plan(x: Sizes, w: Sizes, b: Sizes | None, y: Sizes, **attributes: Any) -> Pl
     tables, tasks = _divide(tables, x, w, work)
     return Plan(
         tasks=tasks,
-        views=[(math.prod(x),), (math.prod(w),), b or (0,), (math.prod(y),)],
+        views=views_of(x, w, b, y),
         numbers=tables.numbers,
         work=x[0] * x[1] * work,
     )
 
 
+class RowLists(NamedTuple):
+    """Tables of a plan (see _depthwise_plan.Tables): those of rows of sums."""
+
+    rows: Integers
+    row_starts: Integers
+
+
+class Lists(NamedTuple):
+    """Tables of a plan."""
+
+    strips: Integers
+    x_places: Integers
+    tap_places: Integers
+    of_rows: RowLists
+
+
+class ProductLists(NamedTuple):
+    """Tables of a plan: those of dW."""
+
+    products: Integers
+    starts: Integers
+
+
+class GradLists(NamedTuple):
+    """Tables of a plan of the gradient."""
+
+    lists: Lists
+    dy_places: Integers
+    of_products: ProductLists
+
+
+class Room(NamedTuple):
+    """The memory of a task: boxes, and behind them what begins at these places."""
+
+    memory: np.ndarray
+    sums: int
+    weights: int
+    further: int  # biases, or sums for dW
+    squares: int  # that are transposed
+
+
+class Lanes(NamedTuple):
+    """Consecutive elements of planes or of pieces of planes, one for each lane of vectors."""
+
+    array: np.ndarray
+    size: int  # of a plane
+    filters: int  # planes per plane of X
+    first: int  # element of a plane, or of its first piece
+    shift: int  # from a piece to the next one
+    length: int
+
+
+class Stack(NamedTuple):
+    """Elements of up to TILE planes, which begin a stride apart, and how many planes there are."""
+
+    array: np.ndarray
+    start: int
+    stride: int
+    planes: int
+
+
 def convolve_strip(
-    task: int,
-    x: np.ndarray,
-    w: np.ndarray,
-    b: np.ndarray,
-    y: np.ndarray,
-    geometry: Geometry,
-    strips: Integers,
-    rows: Integers,
-    x_places: Integers,
-    tap_places: Integers,
-    row_starts: Integers,
+    task: int, x: np.ndarray, w: np.ndarray, b: np.ndarray, y: np.ndarray, geometry: Geometry, lists: Lists
 ) -> bool:
     """Compute a strip of the outputs of up to TILE channels, or of some samples and blocks of channels."""
-    strip: Strip = strips[task % geometry.strips * STRIP :]
-    taps, filters, outputs = geometry.taps, geometry.filters, geometry.outputs
-    sums = geometry.x_box
-    weights = sums + geometry.sum_box + TILE * TILE
-    biases = weights + filters * taps * TILE
-    squares = biases + filters * TILE
-    allocated = allocate(squares + _SQUARES + TILE)
+    strip: Strip = lists.strips[task % geometry.strips * STRIP :]
+    filters, size = geometry.filters, geometry.taps * TILE
+    allocated = allocate(_room_size(geometry, filters * TILE))
     if len(allocated) == 0:
         return True
-    memory, failed = aligned(allocated), False
+    room, failed = _room(allocated, geometry, filters * TILE), False
     count = strip.x_count
-    _clear_around(memory, 0, geometry.x_box, strip.x_place, count, geometry.x_width, geometry.x_line)
+    _clear_around(room.memory, 0, geometry.x_box, strip.x_place, count, geometry.x_width, geometry.x_line)
+    source = Lanes(x, geometry.size, 1, strip.x_first, geometry.x_shift, count)
+    into = Lanes(y, geometry.outputs, filters, strip.y_first, geometry.y_shift, strip.y_count)
     begin, end = _units(task, geometry)
-    # The weights of the next block are the same if whole samples of pieces are in a block.
-    repeated = geometry.channels * geometry.pieces if geometry.pieces > 0 else TILE + 1
     for unit in range(begin, end):
         channel, sample = unit // geometry.samples * TILE, unit % geometry.samples
-        lanes = min(TILE, geometry.channels - channel)
-        if unit == begin or (sample == 0 and TILE % repeated != 0):
-            _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
-            failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
-            clear(memory, biases, filters * TILE)
-            if geometry.pieces > 0 and len(b) > 0:
-                _spread_biases(memory, biases, b, channel, geometry)
-            for k in range(lanes * filters if len(b) > 0 and geometry.pieces == 0 else 0):
-                memory[biases + k % filters * TILE + k // filters] = b[channel * filters + k]
-        plane = sample * geometry.channels + channel
-        _load(
-            memory,
-            strip.x_place,
-            x_places,
-            x,
-            plane,
-            geometry.size,
-            1,
-            0,
-            strip.x_first,
-            geometry.x_shift,
-            count,
-            lanes,
-            squares,
-            geometry,
-        )
+        plane, lanes = sample * geometry.channels + channel, min(TILE, geometry.channels - channel)
+        if unit == begin or _has_other_weights(sample, geometry):
+            failed = _load_weights(room, w, channel, lists.tap_places, geometry) or failed
+            _load_biases(room, b, channel, geometry)
+        _load(room, strip.x_place, lists.x_places, source, 0, plane, lanes, geometry)
         for i in range(filters):
-            for number in range(strip.row, strip.last_row):
-                row: Row = rows[number * ROW :]
-                convolve(
-                    memory,
-                    Line(sums + row.place, TILE),
-                    Line(biases + i * TILE, 0),
-                    Line(row.source, geometry.x_step),
-                    weights + i * taps * TILE,
-                    Taps(row_starts, row.tap, row.last_tap),
-                    row.length,
-                )
-            _store(
-                y,
-                plane,
-                outputs,
-                filters,
-                i,
-                strip.y_first,
-                geometry.y_shift,
-                memory,
-                sums,
-                strip.y_count,
-                lanes,
-                squares,
-                geometry,
-            )
+            sums, values = Line(room.sums, TILE), Line(0, geometry.x_step)
+            weights = room.weights + i * size
+            biases = room.further + i * TILE
+            _convolve_rows(room.memory, sums, biases, values, weights, strip, lists.of_rows)
+            _store(into, i, plane, lanes, room, geometry)
     release(allocated)
     return failed
 
@@ -228,139 +227,123 @@ def differentiate_strip(
     dx: np.ndarray,
     partial: np.ndarray,
     geometry: Geometry,
-    strips: Integers,
-    rows: Integers,
-    products: Integers,
-    x_places: Integers,
-    dy_places: Integers,
-    tap_places: Integers,
-    starts: Integers,
-    row_starts: Integers,
+    tables: GradLists,
 ) -> bool:
     """Compute a strip of dX of up to TILE channels, and what the same rows of dY add to dW and dB.
 
     Where strips are whole planes, a task has some samples and blocks of channels.
     """
-    strip: Strip = strips[task % geometry.strips * STRIP :]
-    taps, filters, wanted = geometry.taps, geometry.filters, geometry.wanted
-    embedded = geometry.x_box
-    sums = embedded + geometry.dy_box
-    weights = sums + geometry.sum_box + TILE * TILE
-    totals = weights + filters * taps * TILE
-    zeros = totals + (taps + 1) * TILE
-    squares = zeros + TILE
-    allocated = allocate(squares + _SQUARES + TILE)
+    lists: Lists = tables.lists
+    strip: Strip = lists.strips[task % geometry.strips * STRIP :]
+    filters, size, wanted = geometry.filters, geometry.taps * TILE, geometry.wanted
+    # The sums for dW and dB, and zeros.
+    further = size + 2 * TILE
+    allocated = allocate(_room_size(geometry, further))
     if len(allocated) == 0:
         return True
-    memory, failed = aligned(allocated), False
+    room, failed = _room(allocated, geometry, further), False
+    memory, dy_box, zeros = room.memory, geometry.x_box, room.further + size + TILE
     clear(memory, zeros, TILE)
     x_count, dy_count, dy_place = strip.x_count, strip.y_count, geometry.dy_place
-    _clear_around(memory, 0, embedded, strip.x_place, x_count, geometry.x_width, geometry.x_line)
+    _clear_around(memory, 0, dy_box, strip.x_place, x_count, geometry.x_width, geometry.x_line)
     width, pitch = geometry.dy_width, geometry.dy_line
-    _clear_around(memory, embedded, geometry.dy_box, dy_place, dy_count, width, pitch)
-    dy_place += embedded
+    _clear_around(memory, dy_box, geometry.dy_box, dy_place, dy_count, width, pitch)
+    values = Lanes(x, geometry.size, 1, strip.x_first, geometry.x_shift, x_count)
+    grads = Lanes(dy, geometry.outputs, filters, strip.y_first, geometry.y_shift, dy_count)
+    into = Lanes(dx, geometry.size, 1, strip.dx_first, geometry.x_shift, strip.dx_count)
     begin, end = _units(task, geometry)
-    # The weights of the next block are the same if whole samples of pieces are in a block.
-    repeated = geometry.channels * geometry.pieces if geometry.pieces > 0 else TILE + 1
     for unit in range(begin, end):
         block, sample = unit // geometry.samples, unit % geometry.samples
         channel = block * TILE
-        lanes = min(TILE, geometry.channels - channel)
-        plane = sample * geometry.channels + channel
-        if wanted & 1 and (unit == begin or (sample == 0 and TILE % repeated != 0)):
-            _load_weights(memory, weights, tap_places, w, channel, lanes, squares, geometry)
-            failed = failed or _is_not_finite(memory, weights, filters * taps * TILE)
+        plane, lanes = sample * geometry.channels + channel, min(TILE, geometry.channels - channel)
+        if wanted & 1 and (unit == begin or _has_other_weights(sample, geometry)):
+            failed = _load_weights(room, w, channel, lists.tap_places, geometry) or failed
         if wanted & 2:
-            _load(
-                memory,
-                strip.x_place,
-                x_places,
-                x,
-                plane,
-                geometry.size,
-                1,
-                0,
-                strip.x_first,
-                geometry.x_shift,
-                x_count,
-                lanes,
-                squares,
-                geometry,
-            )
+            _load(room, strip.x_place, lists.x_places, values, 0, plane, lanes, geometry)
         for i in range(filters):
-            _load(
-                memory,
-                dy_place,
-                dy_places,
-                dy,
-                plane,
-                geometry.outputs,
-                filters,
-                i,
-                strip.y_first,
-                geometry.y_shift,
-                dy_count,
-                lanes,
-                squares,
-                geometry,
-            )
-            for number in range(strip.row, strip.last_row):
-                row: Row = rows[number * ROW :]
-                place = sums + row.place
-                convolve(
-                    memory,
-                    Line(place, geometry.dx_step),
-                    Line(place if i > 0 else zeros, geometry.dx_step if i > 0 else 0),
-                    Line(embedded + row.source, TILE),
-                    weights + i * taps * TILE,
-                    Taps(row_starts, row.tap, row.last_tap),
-                    row.length,
-                )
-            if wanted == 1:
-                continue
-            clear(memory, totals, taps * TILE)
-            for number in range(strip.product, strip.last_product):
-                product: Product = products[number * PRODUCT :]
-                correlate(
-                    memory,
-                    totals + product.tap * TILE,
-                    Line(embedded + product.dy, pitch * TILE),
-                    Plane(product.x, geometry.x_pitch, geometry.x_step),
-                    Taps(starts, product.tap, product.last_tap),
-                    product.rows,
-                    product.length,
-                )
-            checked = taps
-            if wanted & 4 or geometry.skips:
-                place, last = embedded + strip.own_place, totals + taps * TILE
-                add_up(memory, last, place, pitch * TILE, strip.own_rows, strip.own_length)
-                # If dY is not finite, neither is its sum.
-                checked += geometry.skips
-            failed = failed or _is_not_finite(memory, totals, checked * TILE)
-            into = partial[sample * geometry.strips + task % geometry.strips, block * filters + i]
-            copy_elements(into, 0, memory, totals, (taps + 1) * TILE)
+            _load(room, dy_box + dy_place, tables.dy_places, grads, i, plane, lanes, geometry)
+            sums, source = Line(room.sums, geometry.dx_step), Line(dy_box, TILE)
+            weights = room.weights + i * size
+            _convolve_rows(memory, sums, zeros if i == 0 else -1, source, weights, strip, lists.of_rows)
+            if wanted != 1:
+                failed = _add_products(room, strip, tables.of_products, geometry) or failed
+                part = partial[sample * geometry.strips + task % geometry.strips, block * filters + i]
+                copy_elements(part, 0, memory, room.further, size + TILE)
         if wanted & 1:
-            _store(
-                dx,
-                plane,
-                geometry.size,
-                1,
-                0,
-                strip.dx_first,
-                geometry.x_shift,
-                memory,
-                sums,
-                strip.dx_count,
-                lanes,
-                squares,
-                geometry,
-            )
+            _store(into, 0, plane, lanes, room, geometry)
     release(allocated)
     return failed
 
 
+def _room_size(geometry: Geometry, further: int) -> int:
+    weights = geometry.filters * geometry.taps * TILE
+    boxes = geometry.x_box + geometry.dy_box + geometry.sum_box + TILE * TILE
+    return boxes + weights + further + _SQUARES + TILE
+
+
+def _room(allocated: np.ndarray, geometry: Geometry, further: int) -> Room:
+    """Divide the memory of a task; `further` elements are for biases, or for sums for dW."""
+    sums = geometry.x_box + geometry.dy_box
+    weights = sums + geometry.sum_box + TILE * TILE
+    begin = weights + geometry.filters * geometry.taps * TILE
+    return Room(aligned(allocated), sums, weights, begin, begin + further)
+
+
+def _has_other_weights(sample: int, geometry: Geometry) -> bool:
+    """Return whether the next block has other weights: not if blocks of pieces consist of whole samples."""
+    return sample == 0 and (geometry.pieces == 0 or TILE % (geometry.channels * geometry.pieces) != 0)
+
+
+def _convolve_rows(
+    memory: np.ndarray,
+    sums: Line,
+    initial: int,
+    source: Line,
+    weights: int,
+    strip: Strip,
+    lists: RowLists,
+) -> None:
+    """Compute the rows of sums of a strip, from the vector at `initial` on; if that is -1, add to them."""
+    for number in range(strip.row, strip.last_row):
+        row: Row = lists.rows[number * ROW :]
+        place = sums.place + row.place
+        convolve(
+            memory,
+            Line(place, sums.step),
+            Line(place if initial < 0 else initial, sums.step if initial < 0 else 0),
+            Line(source.place + row.source, source.step),
+            weights,
+            Taps(lists.row_starts, row.tap, row.last_tap),
+            row.length,
+        )
+
+
+def _add_products(room: Room, strip: Strip, lists: ProductLists, geometry: Geometry) -> bool:
+    """Compute what a strip adds to dW and dB of a filter; return whether some of it is not finite."""
+    memory, totals, taps, pitch = room.memory, room.further, geometry.taps, geometry.dy_line * TILE
+    clear(memory, totals, taps * TILE)
+    for number in range(strip.product, strip.last_product):
+        product: Product = lists.products[number * PRODUCT :]
+        correlate(
+            memory,
+            totals + product.tap * TILE,
+            Line(geometry.x_box + product.dy, pitch),
+            Plane(product.x, geometry.x_pitch, geometry.x_step),
+            Taps(lists.starts, product.tap, product.last_tap),
+            product.rows,
+            product.length,
+        )
+    checked = taps
+    if geometry.wanted & 4 or geometry.skips:
+        place = geometry.x_box + strip.own_place
+        add_up(memory, totals + taps * TILE, place, pitch, strip.own_rows, strip.own_length)
+        # If dY is not finite, neither is its sum.
+        checked += geometry.skips
+    return _is_not_finite(memory, totals, checked * TILE)
+
+
 def add_strips(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, geometry: Geometry) -> bool:
-    """Add what the strips of all samples contribute to dW and dB of some filters; or the pieces, to one."""
+    """Add what the strips of all samples contribute to dW and dB of some filters, or all pieces to one."""
     if geometry.pieces > 0:
         _add_pieces(task, dw, db, partial, geometry)
         return False
@@ -381,7 +364,8 @@ def add_strips(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, g
         for k in range(len(values)):
             values[k] = totals[k]
     if geometry.wanted & 2:
-        _store_planes(dw, first * taps, filters * taps, memory, 0, taps, lanes, size + TILE * TILE)
+        into = Stack(dw, first * taps, filters * taps, lanes)
+        _store_rows(into, memory, 0, taps, size + TILE * TILE)
     for lane in range(lanes if geometry.wanted & 4 else 0):
         db[first + lane * filters] = memory[taps * TILE + lane]
     release(memory)
@@ -406,101 +390,72 @@ def _add_pieces(task: int, dw: np.ndarray, db: np.ndarray, partial: np.ndarray, 
 
 
 def _load(
-    memory: np.ndarray,
-    base: int,
-    places: Integers,
-    source: np.ndarray,
-    plane: int,
-    size: int,
-    filters: int,
-    i: int,
-    first: int,
-    shift: int,
-    count: int,
-    lanes: int,
-    squares: int,
-    geometry: Geometry,
+    room: Room, base: int, places: Integers, source: Lanes, i: int, plane: int, lanes: int, geometry: Geometry
 ) -> None:
-    """Transpose consecutive elements of planes of a size, or of pieces of them.
+    """Transpose elements of the i-th plane per plane of X. `plane` is that of the first lane, or its piece.
 
-    There are several planes for each one of X, the i-th of which is meant. If there are pieces, `plane` is
-    the number of the first piece.
+    The vector of element k is written to base + places[k].
     """
+    size, shift, count = source.size, source.shift, source.length
     if geometry.pieces == 0:
-        start, stride = (plane * filters + i) * size + first, filters * size
-        _load_planes(memory, base, places, source, start, stride, count, lanes, squares)
+        start = (plane * source.filters + i) * size + source.first
+        _load_rows(room, base, places, Stack(source.array, start, source.filters * size, lanes), count)
         return
+    memory, squares = room.memory, room.squares
     pieces, begins = geometry.pieces, plane // geometry.pieces
-    place = first + plane % pieces * shift
-    behind, used = first + pieces * shift, min(TILE, geometry.planes * pieces - plane)
+    place = source.first + plane % pieces * shift
+    behind, used = source.first + pieces * shift, min(TILE, geometry.planes * pieces - plane)
     for lane in range(used, TILE):
         clear(memory, squares + lane * TILE, TILE)
     for k in range(0, count, TILE):
         begin = min(k, count - TILE)
-        # Where the piece begins in its plane, and where that is.
-        start, low = place + begin, (begins * filters + i) * size
+        # Where the piece begins in its plane, and where the plane begins.
+        start, low = place + begin, (begins * source.filters + i) * size
         for lane in range(used):
             into = squares + lane * TILE
             if start >= 0 and start + TILE <= size:
-                copy_vector(memory, into, source, low + start)
+                copy_vector(memory, into, source.array, low + start)
             else:
                 clear(memory, into, TILE)
-                skipped = min(TILE, max(0, -start))
-                there = max(0, min(TILE, size - start) - skipped)
-                copy_elements(memory, into + skipped, source, low + start + skipped, there)
+                skipped, inside = _inside(start, size)
+                copy_elements(memory, into + skipped, source.array, low + start + skipped, inside)
             start += shift
             if start == behind + begin:
-                start, low = first + begin, low + filters * size
+                start, low = source.first + begin, low + source.filters * size
         spread(memory, base, places, begin, memory, squares, TILE)
 
 
-def _store(
-    into: np.ndarray,
-    plane: int,
-    size: int,
-    filters: int,
-    i: int,
-    first: int,
-    shift: int,
-    memory: np.ndarray,
-    sums: int,
-    count: int,
-    lanes: int,
-    squares: int,
-    geometry: Geometry,
-) -> None:
-    """Transpose consecutive vectors back, into planes or pieces of them."""
+def _store(into: Lanes, i: int, plane: int, lanes: int, room: Room, geometry: Geometry) -> None:
+    """Transpose the sums back into such planes or pieces."""
+    size, shift, count = into.size, into.shift, into.length
+    memory, sums, squares = room.memory, room.sums, room.squares
     if geometry.pieces == 0:
-        start, stride = (plane * filters + i) * size + first, filters * size
-        _store_planes(into, start, stride, memory, sums, count, lanes, squares)
+        start = (plane * into.filters + i) * size + into.first
+        _store_rows(Stack(into.array, start, into.filters * size, lanes), memory, sums, count, squares)
         return
     pieces, begins = geometry.pieces, plane // geometry.pieces
-    place = first + plane % pieces * shift
-    behind, used = first + pieces * shift, min(TILE, geometry.planes * pieces - plane)
+    place = into.first + plane % pieces * shift
+    behind, used = into.first + pieces * shift, min(TILE, geometry.planes * pieces - plane)
     for k in range(0, count, TILE):
         begin = min(k, count - TILE)
         transpose(memory, squares, TILE, memory, sums + begin * TILE, TILE)
-        start, low = place + begin, (begins * filters + i) * size
+        start, low = place + begin, (begins * into.filters + i) * size
         for lane in range(used):
             of = squares + lane * TILE
             if start >= 0 and start + TILE <= size:
-                copy_vector(into, low + start, memory, of)
+                copy_vector(into.array, low + start, memory, of)
             else:
-                skipped = min(TILE, max(0, -start))
-                there = max(0, min(TILE, size - start) - skipped)
-                copy_elements(into, low + start + skipped, memory, of + skipped, there)
+                skipped, inside = _inside(start, size)
+                copy_elements(into.array, low + start + skipped, memory, of + skipped, inside)
             start += shift
             if start == behind + begin:
-                start, low = first + begin, low + filters * size
+                start, low = into.first + begin, low + into.filters * size
 
 
-def _spread_biases(memory: np.ndarray, biases: int, b: np.ndarray, first: int, geometry: Geometry) -> None:
-    """Write the biases of pieces."""
-    filters = geometry.filters
-    for lane in range(TILE):
-        channel = (first + lane) // geometry.pieces % geometry.channels
-        for i in range(filters):
-            memory[biases + i * TILE + lane] = b[channel * filters + i]
+def _inside(start: int, size: int) -> tuple[int, int]:
+    """Return how many of the TILE elements from `start` on are before a plane, and how many are in it."""
+    skipped = min(TILE, max(0, -start))
+    return skipped, max(0, min(TILE, size - start) - skipped)
 
 
 def _units(task: int, geometry: Geometry) -> tuple[int, int]:
@@ -509,26 +464,30 @@ def _units(task: int, geometry: Geometry) -> tuple[int, int]:
     return first, min(first + geometry.units, geometry.samples * geometry.blocks)
 
 
-def _load_weights(
-    memory: np.ndarray,
-    place: int,
-    tap_places: Integers,
-    w: np.ndarray,
-    channel: int,
-    lanes: int,
-    squares: int,
-    geometry: Geometry,
-) -> None:
-    """Transpose the weights of all filters of some channels."""
-    taps, filters = geometry.taps, geometry.filters
+def _load_biases(room: Room, b: np.ndarray, channel: int, geometry: Geometry) -> None:
+    """Write the biases of all filters of some channels, or of those of pieces; zeros if there are none."""
+    filters, pieces = geometry.filters, max(1, geometry.pieces)
+    clear(room.memory, room.further, filters * TILE)
+    lanes = TILE if geometry.pieces > 0 else min(TILE, geometry.channels - channel)
+    for lane in range(lanes if len(b) > 0 else 0):
+        of = (channel + lane) // pieces % geometry.channels * filters
+        for i in range(filters):
+            room.memory[room.further + i * TILE + lane] = b[of + i]
+
+
+def _load_weights(room: Room, w: np.ndarray, channel: int, tap_places: Integers, geometry: Geometry) -> bool:
+    """Transpose the weights of all filters of some channels; return whether some are not finite."""
+    taps, filters, memory = geometry.taps, geometry.filters, room.memory
     for lane in range(TILE if geometry.pieces > 0 else 0):
         of = (channel + lane) // geometry.pieces % geometry.channels * filters * taps
         for i in range(filters):
             for t in range(taps):
-                memory[place + i * taps * TILE + tap_places[t] + lane] = w[of + i * taps + t]
+                memory[room.weights + i * taps * TILE + tap_places[t] + lane] = w[of + i * taps + t]
     for i in range(filters if geometry.pieces == 0 else 0):
-        start, into = (channel * filters + i) * taps, place + i * taps * TILE
-        _load_planes(memory, into, tap_places, w, start, filters * taps, taps, lanes, squares)
+        start, lanes = (channel * filters + i) * taps, min(TILE, geometry.channels - channel)
+        into = room.weights + i * taps * TILE
+        _load_rows(room, into, tap_places, Stack(w, start, filters * taps, lanes), taps)
+    return _is_not_finite(memory, room.weights, filters * taps * TILE)
 
 
 def _clear_around(
@@ -549,73 +508,56 @@ def _clear_around(
     clear(memory, box + place, size - place)
 
 
-def _load_planes(
-    memory: np.ndarray,
-    base: int,
-    places: Integers,
-    source: np.ndarray,
-    start: int,
-    stride: int,
-    count: int,
-    lanes: int,
-    squares: int,
-) -> None:
-    """Transpose consecutive elements of up to TILE planes; `stride` is from one plane to the next.
+def _load_rows(room: Room, base: int, places: Integers, source: Stack, count: int) -> None:
+    """Transpose elements of planes. The vector of element k is written to base + places[k].
 
-    The vector of element k is written to base + places[k]. Lanes without a plane are 0.
+    Lanes without a plane are 0.
     """
+    memory, squares, lanes = room.memory, room.squares, source.planes
+    if lanes < TILE:
+        clear(memory, squares, _SQUARES)
     if count < TILE:
-        if lanes < TILE:
-            clear(memory, squares, _SQUARES)
-        if stride == count:
-            copy_elements(memory, squares, source, start, lanes * count)
-        for lane in range(lanes if stride != count else 0):
-            copy_elements(memory, squares + lane * count, source, start + lane * stride, count)
+        if source.stride == count:
+            copy_elements(memory, squares, source.array, source.start, lanes * count)
+        for lane in range(lanes if source.stride != count else 0):
+            start = source.start + lane * source.stride
+            copy_elements(memory, squares + lane * count, source.array, start, count)
         turned = squares + TILE * TILE + TILE
         transpose(memory, turned, TILE, memory, squares, count)
         for k in range(count):
             copy_vector(memory, base + places[k], memory, turned + k * TILE)
         return
-    if lanes < TILE:
-        clear(memory, squares, _SQUARES)
     for k in range(0, count, TILE):
         # The last square overlaps the one before.
         first = min(k, count - TILE)
         if lanes == TILE:
-            spread(memory, base, places, first, source, start + first, stride)
+            spread(memory, base, places, first, source.array, source.start + first, source.stride)
         else:
             for lane in range(lanes):
-                copy_vector(memory, squares + lane * TILE, source, start + lane * stride + first)
+                start = source.start + lane * source.stride + first
+                copy_vector(memory, squares + lane * TILE, source.array, start)
             spread(memory, base, places, first, memory, squares, TILE)
 
 
-def _store_planes(
-    into: np.ndarray,
-    start: int,
-    stride: int,
-    memory: np.ndarray,
-    sums: int,
-    count: int,
-    lanes: int,
-    squares: int,
-) -> None:
-    """Transpose consecutive vectors back, into up to TILE planes."""
+def _store_rows(into: Stack, memory: np.ndarray, sums: int, count: int, squares: int) -> None:
+    """Transpose consecutive vectors back, into planes."""
+    lanes, stride = into.planes, into.stride
     if count < TILE:
-        # Rows of a square are longer than those of the planes. Each overwrites the end of the one before.
+        # The square has longer rows than the planes: each row overwrites the end of the previous one.
         transpose(memory, squares, count, memory, sums, TILE)
         if stride == count:
-            copy_elements(into, start, memory, squares, lanes * count)
+            copy_elements(into.array, into.start, memory, squares, lanes * count)
         for lane in range(lanes if stride != count else 0):
-            copy_elements(into, start + lane * stride, memory, squares + lane * count, count)
+            copy_elements(into.array, into.start + lane * stride, memory, squares + lane * count, count)
         return
     for k in range(0, count, TILE):
         first = min(k, count - TILE)
         if lanes == TILE:
-            transpose(into, start + first, stride, memory, sums + first * TILE, TILE)
+            transpose(into.array, into.start + first, stride, memory, sums + first * TILE, TILE)
         else:
             transpose(memory, squares, TILE, memory, sums + first * TILE, TILE)
             for lane in range(lanes):
-                copy_vector(into, start + lane * stride + first, memory, squares + lane * TILE)
+                copy_vector(into.array, into.start + lane * stride + first, memory, squares + lane * TILE)
 
 
 def _is_not_finite(memory: np.ndarray, place: int, count: int) -> bool:

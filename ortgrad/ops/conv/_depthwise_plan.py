@@ -4,12 +4,11 @@ A strip is some rows of a plane. It has boxes in the memory of a task: for the p
 beside it, and for the sums, which are Y or dX. They consist of vectors, which hold one position of TILE
 channels. Places in them are computed here, so that kernels only read tables.
 
-Where this leaves lanes of the vectors empty, because there are few channels, a lane has a piece instead: some
-rows of a plane, of any channel and sample. All pieces have the same tables, which are those of a strip in the
-middle of a high plane: rows beyond the edges are zeros, and results beyond them are not stored.
+If lanes of the vectors would be empty because there are few channels, a lane holds a piece instead: some rows
+of a plane, of any channel and sample. All pieces use the same tables, which are made for a strip in the
+middle of a high plane: rows beyond the edges are zeros, and results beyond the edges are not stored.
 
-In one dimension, every element is a row, so that strips are some of them. Rows with the same taps are then
-computed together.
+In one dimension, every element is a row. Rows with the same taps are then computed together.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from ortgrad.ops._windows import Windows
 from ortgrad.ops.conv import costs
 from ortgrad.ops.conv.costs import Depthwise
 
-# Vectors in the boxes of a strip, which stay in the second cache.
+# Vectors in the boxes of a strip, which should stay in the second-level cache.
 _STRIP = 4096
-# Products that are added up before they are added to the sums: as many as keep the rounding errors small.
+# How many products are added up before they are added to the sums, which keeps rounding errors small.
 _TERMS = 256
 
 
@@ -73,7 +72,7 @@ class Strip(NamedTuple):
     dx_first: int = 0
     dx_count: int = 0
     x_place: int = 0  # where X begins in its box
-    own_place: int = 0  # where the rows of dY do that belong to the strip, their number and length
+    own_place: int = 0  # where the rows of dY that belong to the strip begin, their number and length
     own_rows: int = 0
     own_length: int = 0
     row: int = 0  # the first and last row of sums
@@ -86,7 +85,7 @@ class Row(NamedTuple):
     """A row of sums."""
 
     place: int
-    source: int  # the place of what it depends on
+    source: int  # the place of the values that it depends on
     length: int
     tap: int  # the first and last tap
     last_tap: int
@@ -131,7 +130,7 @@ class Tables(NamedTuple):
 
 
 def in_two_dimensions(win: Windows) -> Windows:
-    """The same windows with rows and columns; if there is a single row, its elements become the rows."""
+    """Return the same windows with rows and columns; the elements of a single row become rows."""
     fields = (win.sizes, win.outputs, win.kernel, win.strides, win.dilations, win.heads, win.tails)
     single = [
         n == o == k == 1 and h == 0
@@ -304,7 +303,7 @@ class Division:
         products: list[Product] = []
         classes = _Classes.of(win, dy_pitch)
         for top, bottom in bounds:
-            # The end of the rows of dY whose windows begin in the strip.
+            # The windows of the rows of dY before this one begin in the strip, or before it.
             own = max(top, min(bottom, height))
             dy_first = min(own, max(0, top - reach) if dx else top)
             x_first, x_last = self._x_rows(top, own)
@@ -370,8 +369,8 @@ class Division:
     def _groups(self) -> list[tuple[int, int, int, int]]:
         """Return ranges of taps, with the rows of the output whose products are added up for dW.
 
-        Where much of what windows see is padding, as in small planes, there is a group for each row of the
-        kernel, without the rows of the output for which that sees padding.
+        If much of what windows see is padding, as in small planes, there is a group for each row of the
+        kernel, without the rows of the output for which it sees padding.
         """
         win, (height, kernel) = self.win, (self.win.outputs[0], self.win.kernel)
         groups = []
@@ -380,7 +379,7 @@ class Division:
             low = min(max(0, -(-shift // win.strides[0])), height)
             high = max(low, min(height, (win.sizes[0] - 1 + shift) // win.strides[0] + 1))
             groups.append((k * kernel[1], (k + 1) * kernel[1], low, high))
-        # Vectors that are read, if the sums of 9 taps are in registers.
+        # The number of vectors that are read if the sums of 9 taps are in registers.
         taps = math.prod(kernel)
         together = height * (taps + -(-taps // 9))
         single = sum((high - low) * (kernel[1] + -(-kernel[1] // 9)) for _, _, low, high in groups)
@@ -399,9 +398,9 @@ class Division:
 
 
 class _Classes(NamedTuple):
-    """The taps by the remainders of their places in a window, divided by the strides.
+    """The taps, grouped by the remainders of their places in a window when divided by the strides.
 
-    An element of dX depends on dY by the taps with the remainder of its own place in the padded X.
+    An element of dX depends on dY through the taps with the same remainder as its place in the padded X.
     """
 
     taps: dict[tuple[int, int], tuple[int, int]]  # the first of each class, and their number in a row
@@ -471,7 +470,7 @@ def _strips(rows: int, each: int, fixed: int, least: int) -> list[tuple[int, int
 
 
 def _runs(low: np.ndarray, high: np.ndarray, join: bool) -> Iterator[tuple[int, int]]:
-    """Return every row by itself, or, to join them, the first and the number of those with the same taps."""
+    """Return the first row and the length of each run of rows with the same taps; unless joined, each row."""
     if not join:
         yield from ((row, 1) for row in range(len(low)))
         return

@@ -1,10 +1,11 @@
 """The compiled ConvGrad for few positions, in which vectors hold pairs of channel and tap.
 
-What the windows see of X is copied into a matrix with a row for each position of all samples, and a column
-for each pair. A row of dW is a sum of such rows. The products of dY and W are a matrix of the same form,
-whose elements are added up where the windows have them in dX. W and dW are used as they are.
+What the windows see of X is copied into a matrix with a row for each position of all samples and a column for
+each pair. A row of dW is a sum of such rows. The products of dY and W form a matrix of the same shape, whose
+elements are added to dX where the windows are. W and dW are used in their own layout.
 
-All products are those of the NumPy kernel, also with padding, so NaN and infinities go where they go in it.
+The products are the same as in the NumPy kernel, including those with padding, so NaN and infinities have the
+same effects.
 """
 
 from __future__ import annotations
@@ -28,19 +29,14 @@ from ortgrad.compiled.functions import (
     transpose,
 )
 from ortgrad.operators.compiled import Integers
-from ortgrad.ops.conv._geometry import (
-    TERMS,
-    Geometry,
-    Spatial,
-    volume,
-)
-from ortgrad.ops.conv._memory import aligned, fetch_rows
+from ortgrad.ops.conv._geometry import TERMS, Convolution, Spatial, volume
+from ortgrad.ops.conv._memory import aligned, embed, fetch_rows
 
 
 class Few(NamedTuple):
     """How dX and dW are computed in this way."""
 
-    dx: bool  # whether they are
+    dx: bool  # whether dX is computed in this way
     dw: bool
     dw_start: int  # where the scratch memory for dW begins
     dx_channels: int  # of a task for dX: its channels, those of a block, and its scratch memory
@@ -51,353 +47,294 @@ class Few(NamedTuple):
     dw_memory: int
 
 
-# Filters whose weights are used for all positions before those of other filters.
+class FewTask(NamedTuple):
+    """What tasks for dX and dW share: scratch memory, numbers of the plan, and where taps are in boxes."""
+
+    scratch: np.ndarray
+    conv: Convolution
+    few: Few
+    offsets: Integers
+
+
+class Matrix(NamedTuple):
+    """A matrix with a row for each position of all samples, and a column for each pair of channel and tap."""
+
+    values: np.ndarray  # behind the matrix there are boxes
+    pitch: int
+    columns: int
+    # The columns that fill tiles. A matrix of products may have the last TILE columns behind them.
+    whole: int
+
+
+# The number of filters whose weights are used for all positions before the next filters follow.
 TOGETHER = 64
 
 
-def few_channels_task(
-    task: int,
-    dy: np.ndarray,
-    w: np.ndarray,
-    dx: np.ndarray,
-    scratch: np.ndarray,
-    geometry: Geometry,
-    few: Few,
-    offsets: Integers,
-) -> bool:
+def few_channels_task(task: int, dy: np.ndarray, w: np.ndarray, dx: np.ndarray, given: FewTask) -> bool:
     """Compute dX of some channels."""
-    groups, filters, channels, taps = geometry.groups, geometry.filters, geometry.channels, geometry.taps
-    positions = volume(geometry.output)
-    rows, pairs, most, step = geometry.samples * positions, channels * taps, few.dx_channels, few.dx_block
-    splits = (channels + most - 1) // most
+    conv: Convolution = given.conv
+    few: Few = given.few
+    filters, taps, positions = conv.filters, conv.taps, volume(conv.output)
+    rows, most, step = conv.samples * positions, few.dx_channels, few.dx_block
+    splits = (conv.channels + most - 1) // most
     group, first = task // splits, task % splits * most
-    last = min(first + most, channels)
-    # The columns that are no multiple of 16 are in another 16.
-    width = step * taps
-    pitch = width // TILE * TILE + TILE
+    last, width = min(first + most, conv.channels), step * taps
     integers = allocate_integers(rows + 2 * TOGETHER + width + TILE_ROWS + 2)
     if len(integers) == 0:
         return True
-    places, steps = integers[:rows], integers[rows : rows + TOGETHER]
-    rights = integers[rows + TOGETHER : rows + 2 * TOGETHER]
-    seen = integers[rows + 2 * TOGETHER : rows + 2 * TOGETHER + width]
-    starts = integers[rows + 2 * TOGETHER + width :]
-    shifts, bases = starts[TILE_ROWS : TILE_ROWS + 1], starts[TILE_ROWS + 1 :]
-    _list_rows(places, positions, groups * filters)
+    places, lists = integers[:rows], integers[rows:]
+    seen, further = lists[2 * TOGETHER : 2 * TOGETHER + width], lists[2 * TOGETHER + width :]
+    starts, shifts, bases = further[:TILE_ROWS], further[TILE_ROWS : TILE_ROWS + 1], further[TILE_ROWS + 1 :]
+    left, right = Rows(dy, starts, shifts, lists[:TOGETHER]), Columns(w, bases, lists[TOGETHER:])
+    _list_rows(places, positions, conv.groups * filters)
     for k in range(TOGETHER):
-        steps[k], rights[k] = k * positions, k * pairs
-    _list_pairs(seen, 0, geometry, offsets)
-    memory = aligned(scratch[task * few.dx_memory : (task + 1) * few.dx_memory])
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    tile = (rows + tiles - 1) // tiles
+        left.steps[k], right.places[k] = k * positions, k * conv.channels * taps
+    _list_pairs(seen, 0, conv, given.offsets)
+    products = aligned(given.scratch[task * few.dx_memory : (task + 1) * few.dx_memory])
     while first < last:
         count = min(step, last - first)
-        columns = count * taps
-        whole = columns // TILE * TILE
+        matrix = Matrix(products, width // TILE * TILE + TILE, count * taps, count * taps // TILE * TILE)
         for m in range(0, filters, TOGETHER):
-            used = min(TOGETHER, filters - m)
-            shifts[0] = (group * filters + m) * positions
-            begin = (group * filters + m) * pairs + first * taps
-            # What comes next: other filters, or the first ones for the next block.
-            following = m + TOGETHER if m + TOGETHER < filters else 0
-            ahead = begin + (following - m) * pairs + (columns if following == 0 else 0)
-            fetch_rows(w, ahead, min(TOGETHER, filters - following), pairs, columns)
-            row = 0
-            while row < rows:
-                size = min(tile, rows - row)
-                for i in range(size):
-                    starts[i] = places[row + i]
-                if whole > 0:
-                    bases[0] = begin
-                    add_products(
-                        memory[row * pitch :],
-                        pitch,
-                        Rows(dy, starts, shifts, steps[:used]),
-                        size,
-                        Columns(w, bases, rights[:used]),
-                        whole,
-                        m == 0,
-                    )
-                if columns > whole:
-                    bases[0] = begin + columns - TILE
-                    add_products(
-                        memory[row * pitch + whole :],
-                        pitch,
-                        Rows(dy, starts, shifts, steps[:used]),
-                        size,
-                        Columns(w, bases, rights[:used]),
-                        TILE,
-                        m == 0,
-                    )
-                row += tile
-        if taps == 1 and geometry.x_in_place and _is_dense(geometry):
-            _turn_back(memory, pitch, count, whole, group * channels + first, dx, geometry)
+            _multiply(matrix, m, left, right, places, group, first, conv)
+        if taps == 1 and conv.x_in_place and _is_dense(conv):
+            _turn(matrix, group * conv.channels + first, dx, True, conv)
         else:
-            _add_up(memory, pitch, columns, whole, group * channels + first, count, dx, seen, geometry)
+            _add_up(matrix, group * conv.channels + first, count, dx, seen, conv)
         first += count
     release(integers)
     return False
 
 
-def _is_dense(geometry: Geometry) -> bool:
+def _multiply(
+    matrix: Matrix,
+    m: int,
+    left: Rows,
+    right: Columns,
+    places: np.ndarray,
+    group: int,
+    first: int,
+    conv: Convolution,
+) -> None:
+    """Add the products of dY and W for some filters, beginning with m, and channels, beginning with first."""
+    filters, columns, whole, rows = conv.filters, matrix.columns, matrix.whole, len(places)
+    pairs, used = conv.channels * conv.taps, min(TOGETHER, filters - m)
+    begin = (group * filters + m) * pairs + first * conv.taps
+    # Needed next: other filters, or the first filters for the next block.
+    following = m + TOGETHER if m + TOGETHER < filters else 0
+    ahead = begin + (following - m) * pairs + (columns if following == 0 else 0)
+    fetch_rows(right.values, ahead, min(TOGETHER, filters - following), pairs, columns)
+    grads = Rows(left.values, left.starts, left.shifts, left.steps[:used])
+    weights = Columns(right.values, right.bases, right.places[:used])
+    left.shifts[0] = (group * filters + m) * volume(conv.output)
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tile = (rows + tiles - 1) // tiles
+    for row in range(0, rows, tile):
+        size = min(tile, rows - row)
+        for i in range(size):
+            left.starts[i] = places[row + i]
+        into = matrix.values[row * matrix.pitch :]
+        if whole > 0:
+            right.bases[0] = begin
+            add_products(into, matrix.pitch, grads, size, weights, whole, m == 0)
+        if columns > whole:
+            right.bases[0] = begin + columns - TILE
+            add_products(into[whole:], matrix.pitch, grads, size, weights, TILE, m == 0)
+
+
+def _is_dense(conv: Convolution) -> bool:
     """Return whether every element of X is seen once, by a kernel with one tap."""
-    output: Spatial = geometry.output
-    size: Spatial = geometry.size
-    stride: Spatial = geometry.stride
+    output: Spatial = conv.output
+    size: Spatial = conv.x.size
+    stride: Spatial = conv.stride
     same = output.depth == size.depth and output.height == size.height and output.width == size.width
     return same and stride.depth == 1 and stride.height == 1 and stride.width == 1
 
 
 def _list_rows(places: np.ndarray, positions: int, filters: int) -> None:
-    """Write where the rows are in dY, for the first filter."""
+    """Write where the rows of the matrix are in dY, for the first filter."""
     for sample in range(len(places) // positions):
         for k in range(positions):
             places[sample * positions + k] = sample * filters * positions + k
 
 
-def _list_pairs(seen: np.ndarray, first: int, geometry: Geometry, offsets: Integers) -> None:
-    """Write where pairs of channel and tap are in boxes, from the channel of the first pair on."""
-    plane = volume(geometry.x_box)
-    tap, begin = first % geometry.taps, 0
+def _list_pairs(seen: np.ndarray, first: int, conv: Convolution, offsets: Integers) -> None:
+    """Write where pairs of channel and tap are, relative to the box of the first pair's channel."""
+    plane = volume(conv.x.box)
+    tap, begin = first % conv.taps, 0
     for k in range(len(seen)):
         seen[k] = begin + offsets[tap]
         tap += 1
-        if tap == geometry.taps:
+        if tap == conv.taps:
             tap = 0
             begin += plane
 
 
-def _turn_back(
-    memory: np.ndarray,
-    pitch: int,
-    count: int,
-    whole: int,
-    channel: int,
-    dx: np.ndarray,
-    geometry: Geometry,
-) -> None:
-    """Transpose the matrix of products into dX."""
-    size = volume(geometry.size)
-    for sample in range(geometry.samples):
-        place = (sample * geometry.groups * geometry.channels + channel) * size
-        start, done = sample * size * pitch, 0
-        while done + TILE <= size:
+def _turn(matrix: Matrix, channel: int, tensor: np.ndarray, back: bool, conv: Convolution) -> None:
+    """Transpose channels of X into the matrix, or with `back` a matrix of products into channels of dX."""
+    values, pitch, count, whole = matrix.values, matrix.pitch, matrix.columns, matrix.whole
+    size, further = volume(conv.x.size), whole + TILE - count if back else 0
+    full = size // TILE * TILE
+    for sample in range(conv.samples):
+        begin, place = sample * size * pitch, (sample * conv.groups * conv.channels + channel) * size
+        for k in range(0, full, TILE):
             for c in range(0, whole, TILE):
-                transpose(dx, place + c * size + done, size, memory, start + done * pitch + c, pitch)
-            for c in range(whole, count):
-                for k in range(done, done + TILE):
-                    dx[place + c * size + k] = memory[start + k * pitch + whole + TILE + c - count]
-            done += TILE
-        for k in range(done, size):
-            for c in range(whole):
-                dx[place + c * size + k] = memory[start + k * pitch + c]
-            for c in range(whole, count):
-                dx[place + c * size + k] = memory[start + k * pitch + whole + TILE + c - count]
+                if back:
+                    transpose(tensor, place + c * size + k, size, values, begin + k * pitch + c, pitch)
+                else:
+                    transpose(values, begin + k * pitch + c, pitch, tensor, place + c * size + k, size)
+        for k in range(size):
+            for c in range(whole if k < full else 0, count):
+                of, at = place + c * size + k, begin + k * pitch + c
+                if back:
+                    tensor[of] = values[at if c < whole else at + further]
+                else:
+                    values[at] = tensor[of]
+
+
+def _place_of(p: int, conv: Convolution) -> int:
+    """Return where the window of a position begins in a box."""
+    height, width = conv.output.height, conv.output.width
+    z, y, x = p // width // height, p // width % height, p % width
+    row = z * conv.stride.depth * conv.x.box.height + y * conv.stride.height
+    return row * conv.x.box.width + x * conv.stride.width
 
 
 def _add_up(
-    memory: np.ndarray,
-    pitch: int,
-    columns: int,
-    whole: int,
-    channel: int,
-    count: int,
-    dx: np.ndarray,
-    seen: np.ndarray,
-    geometry: Geometry,
+    matrix: Matrix, channel: int, count: int, dx: np.ndarray, seen: np.ndarray, conv: Convolution
 ) -> None:
-    """Add up the products where the windows have them in dX."""
-    samples, height, width = geometry.samples, geometry.output.height, geometry.output.width
-    rows, line = geometry.x_box.height, geometry.x_box.width
-    plane, in_place = geometry.x_box.depth * rows * line, geometry.x_in_place
-    positions = geometry.output.depth * height * width
-    boxes, begin = (
-        dx if in_place else memory[samples * positions * pitch :],
-        channel * plane if in_place else 0,
-    )
-    distance = geometry.groups * geometry.channels * plane if in_place else count * plane
+    """Add the products to `count` channels of dX, beginning with one, where the windows are."""
+    samples, positions, whole, columns = conv.samples, volume(conv.output), matrix.whole, matrix.columns
+    plane, in_place, channels = volume(conv.x.box), conv.x_in_place, conv.groups * conv.channels
+    boxes = dx if in_place else matrix.values[samples * positions * matrix.pitch :]
+    begin, distance = channel * plane if in_place else 0, channels * plane if in_place else count * plane
     for sample in range(samples):
         clear(boxes, begin + sample * distance, count * plane)
         for p in range(positions):
-            z, y, x = p // width // height, p // width % height, p % width
-            z, y, x = z * geometry.stride.depth, y * geometry.stride.height, x * geometry.stride.width
-            place = begin + sample * distance + (z * rows + y) * line + x
-            row = (sample * positions + p) * pitch
-            add_listed(boxes, place, seen, 0, whole, memory, row)
-            add_listed(boxes, place, seen, whole, columns, memory, row + whole + TILE - columns)
+            place, row = (
+                begin + sample * distance + _place_of(p, conv),
+                (sample * positions + p) * matrix.pitch,
+            )
+            add_listed(boxes, place, seen, 0, whole, matrix.values, row)
+            add_listed(boxes, place, seen, whole, columns, matrix.values, row + whole + TILE - columns)
     if not in_place:
         for sample in range(samples):
             for c in range(count):
-                to = sample * geometry.groups * geometry.channels + channel + c
-                _crop(boxes, (sample * count + c) * plane, dx, to, geometry)
+                _crop(boxes, (sample * count + c) * plane, dx, sample * channels + channel + c, conv)
 
 
-def _crop(boxes: np.ndarray, start: int, dx: np.ndarray, channel: int, geometry: Geometry) -> None:
-    """Copy a channel of dX from its box, which may end before it."""
-    depth, height, width = geometry.size.depth, geometry.size.height, geometry.size.width
-    planes, rows, line = geometry.x_box.depth, geometry.x_box.height, geometry.x_box.width
-    count = max(0, min(width, line - geometry.head.width))
+def _crop(boxes: np.ndarray, start: int, dx: np.ndarray, channel: int, conv: Convolution) -> None:
+    """Copy a channel of dX from its box, which may be smaller."""
+    depth, height, width = conv.x.size.depth, conv.x.size.height, conv.x.size.width
+    planes, rows, line = conv.x.box.depth, conv.x.box.height, conv.x.box.width
+    count = max(0, min(width, line - conv.x.head.width))
     for z in range(depth):
-        a = z + geometry.head.depth
+        a = z + conv.x.head.depth
         for y in range(height):
-            b = y + geometry.head.height
+            b = y + conv.x.head.height
             to = ((channel * depth + z) * height + y) * width
             n = count if a < planes and b < rows else 0
-            source = start + (a * rows + b) * line + geometry.head.width
-            copy_elements(dx, to, boxes, source, n)
+            copy_elements(dx, to, boxes, start + (a * rows + b) * line + conv.x.head.width, n)
             if n < width:
                 clear(dx, to + n, width - n)
 
 
-def few_weights_task(
-    task: int,
-    dy: np.ndarray,
-    x: np.ndarray,
-    dw: np.ndarray,
-    scratch: np.ndarray,
-    geometry: Geometry,
-    few: Few,
-    offsets: Integers,
-) -> bool:
+def few_weights_task(task: int, dy: np.ndarray, x: np.ndarray, dw: np.ndarray, given: FewTask) -> bool:
     """Compute dW for some pairs of channel and tap."""
-    groups, filters, channels, taps = geometry.groups, geometry.filters, geometry.channels, geometry.taps
-    positions = volume(geometry.output)
-    rows, pairs, most, step = geometry.samples * positions, channels * taps, few.dw_columns, few.dw_block
-    splits = max(1, pairs // most)
+    conv: Convolution = given.conv
+    few: Few = given.few
+    positions, pairs, most, step = (
+        volume(conv.output),
+        conv.channels * conv.taps,
+        few.dw_columns,
+        few.dw_block,
+    )
+    rows, splits, pitch = conv.samples * positions, max(1, pairs // most), step + TILE
     group, split = task // splits, task % splits
     first, last = split * most, pairs if split == splits - 1 else (split + 1) * most
-    pitch = step + TILE
     integers = allocate_integers(2 * rows + pitch + TILE_ROWS + 2)
     if len(integers) == 0:
         return True
-    places, rights, seen = integers[:rows], integers[rows : 2 * rows], integers[2 * rows : 2 * rows + pitch]
-    starts = integers[2 * rows + pitch :]
-    shifts, bases = starts[TILE_ROWS : TILE_ROWS + 1], starts[TILE_ROWS + 1 :]
-    _list_rows(places, positions, groups * filters)
-    for k in range(rows):
-        rights[k] = k * pitch
+    seen, lists = integers[2 * rows : 2 * rows + pitch], integers[2 * rows + pitch :]
+    shifts, bases = lists[TILE_ROWS : TILE_ROWS + 1], lists[TILE_ROWS + 1 :]
     start = few.dw_start + task * few.dw_memory
-    memory = aligned(scratch[start : start + few.dw_memory])
-    rest, boxes = memory[rows * pitch :], memory[rows * pitch + TILE_ROWS * TILE :]
+    values = aligned(given.scratch[start : start + few.dw_memory])
+    left = Rows(dy, lists[:TILE_ROWS], shifts, integers[:rows])
+    right = Columns(values, bases, integers[rows : 2 * rows])
+    _list_rows(left.steps, positions, conv.groups * conv.filters)
+    for k in range(rows):
+        right.places[k] = k * pitch
     shifts[0] = 0
+    # Behind the matrix are the sums that do not fill a tile, and then the boxes.
+    rest, boxes = values[rows * pitch :], values[rows * pitch + TILE_ROWS * TILE :]
     while first < last:
-        # The last block has the rest that does not fill a tile.
+        # The last block contains the columns that do not fill a tile.
         columns = step if last - first >= step + TILE else last - first
-        whole = columns // TILE * TILE
-        if taps == 1 and geometry.x_in_place and _is_dense(geometry):
-            _turn(memory, pitch, columns, whole, group * channels + first, x, geometry)
+        matrix = Matrix(values, pitch, columns, columns // TILE * TILE)
+        if conv.taps == 1 and conv.x_in_place and _is_dense(conv):
+            _turn(matrix, group * conv.channels + first, x, False, conv)
         else:
-            _list_pairs(seen[:columns], first, geometry, offsets)
-            _copy_seen(memory, pitch, group, first, columns, x, boxes, seen, geometry)
-        for m in range(0, filters, TILE_ROWS):
-            size = min(TILE_ROWS, filters - m)
-            for i in range(size):
-                starts[i] = (group * filters + m + i) * positions
-            to = (group * filters + m) * pairs + first
-            fetch_rows(dw, to + TILE_ROWS * pairs, min(TILE_ROWS, filters - m - size), pairs, columns)
-            for row in range(0, rows, TERMS):
-                end = min(rows, row + TERMS)
-                if whole > 0:
-                    bases[0] = 0
-                    add_products(
-                        dw[to:],
-                        pairs,
-                        Rows(dy, starts, shifts, places[row:end]),
-                        size,
-                        Columns(memory, bases, rights[row:end]),
-                        whole,
-                        row == 0,
-                    )
-                if columns > whole:
-                    bases[0] = whole
-                    add_products(
-                        rest,
-                        TILE,
-                        Rows(dy, starts, shifts, places[row:end]),
-                        size,
-                        Columns(memory, bases, rights[row:end]),
-                        TILE,
-                        row == 0,
-                    )
-            for i in range(size):
-                for k in range(whole, columns):
-                    dw[to + i * pairs + k] = rest[i * TILE + k - whole]
+            _list_pairs(seen[:columns], first, conv, given.offsets)
+            _copy_seen(matrix, group, first, x, boxes, seen, conv)
+        _correlate(dw, matrix, rest, left, right, group, first, conv)
         first += columns
     release(integers)
     return False
 
 
-def _turn(
-    memory: np.ndarray,
-    pitch: int,
-    count: int,
-    whole: int,
-    channel: int,
-    x: np.ndarray,
-    geometry: Geometry,
+def _correlate(
+    dw: np.ndarray,
+    matrix: Matrix,
+    rest: np.ndarray,
+    left: Rows,
+    right: Columns,
+    group: int,
+    first: int,
+    conv: Convolution,
 ) -> None:
-    """Transpose X of some channels."""
-    size = volume(geometry.size)
-    for sample in range(geometry.samples):
-        start = (sample * geometry.groups * geometry.channels + channel) * size
-        place, done = sample * size * pitch, 0
-        while done + TILE <= size:
-            for c in range(0, whole, TILE):
-                transpose(memory, place + done * pitch + c, pitch, x, start + c * size + done, size)
-            for c in range(whole, count):
-                for k in range(done, done + TILE):
-                    memory[place + k * pitch + c] = x[start + c * size + k]
-            done += TILE
-        for k in range(done, size):
-            for c in range(count):
-                memory[place + k * pitch + c] = x[start + c * size + k]
+    """Compute dW of all filters of a group for the pairs of the matrix, which begin with `first`."""
+    filters, pairs, columns, whole = conv.filters, conv.channels * conv.taps, matrix.columns, matrix.whole
+    for m in range(0, filters, TILE_ROWS):
+        size = min(TILE_ROWS, filters - m)
+        for i in range(size):
+            left.starts[i] = (group * filters + m + i) * volume(conv.output)
+        to = (group * filters + m) * pairs + first
+        fetch_rows(dw, to + TILE_ROWS * pairs, min(TILE_ROWS, filters - m - size), pairs, columns)
+        for row in range(0, len(left.steps), TERMS):
+            grads = Rows(left.values, left.starts, left.shifts, left.steps[row : row + TERMS])
+            seen = Columns(right.values, right.bases, right.places[row : row + TERMS])
+            if whole > 0:
+                right.bases[0] = 0
+                add_products(dw[to:], pairs, grads, size, seen, whole, row == 0)
+            if columns > whole:
+                right.bases[0] = whole
+                add_products(rest, TILE, grads, size, seen, TILE, row == 0)
+        for i in range(size):
+            for k in range(whole, columns):
+                dw[to + i * pairs + k] = rest[i * TILE + k - whole]
 
 
 def _copy_seen(
-    memory: np.ndarray,
-    pitch: int,
+    matrix: Matrix,
     group: int,
     first: int,
-    columns: int,
     x: np.ndarray,
     boxes: np.ndarray,
     seen: np.ndarray,
-    geometry: Geometry,
+    conv: Convolution,
 ) -> None:
-    """Copy what windows see of X, for some pairs of channel and tap."""
-    samples, height, width = geometry.samples, geometry.output.height, geometry.output.width
-    rows, line, taps = geometry.x_box.height, geometry.x_box.width, geometry.taps
-    plane, in_place = geometry.x_box.depth * rows * line, geometry.x_in_place
-    positions, channel = geometry.output.depth * height * width, group * geometry.channels + first // taps
+    """Copy what windows see of X for the pairs of the matrix, which begin with `first`."""
+    taps, columns, positions = conv.taps, matrix.columns, volume(conv.output)
+    plane, in_place, channels = volume(conv.x.box), conv.x_in_place, conv.groups * conv.channels
+    channel = group * conv.channels + first // taps
     count = (first + columns - 1) // taps - first // taps + 1
-    source, begin = x if in_place else boxes, channel * plane if in_place else 0
-    distance = geometry.groups * geometry.channels * plane if in_place else count * plane
-    if not in_place:
-        clear(boxes, 0, samples * count * plane)
-        for sample in range(samples):
-            for c in range(count):
-                start = sample * geometry.groups * geometry.channels + channel + c
-                _embed(x, start, boxes, (sample * count + c) * plane, geometry)
-    for sample in range(samples):
+    source = x if in_place else boxes
+    begin, distance = channel * plane if in_place else 0, channels * plane if in_place else count * plane
+    for sample in range(conv.samples):
+        for c in range(0 if in_place else count):
+            embed(sample * channels + channel + c, x, boxes, (sample * count + c) * plane, conv.x)
         for p in range(positions):
-            z, y, u = p // width // height, p // width % height, p % width
-            z, y, u = z * geometry.stride.depth, y * geometry.stride.height, u * geometry.stride.width
-            place = begin + sample * distance + (z * rows + y) * line + u
-            row = (sample * positions + p) * pitch
-            copy_listed(memory, row, source, place, seen, 0, columns)
-
-
-def _embed(x: np.ndarray, channel: int, boxes: np.ndarray, place: int, geometry: Geometry) -> None:
-    """Copy a channel of X into its box, which may end before it."""
-    depth, height, width = geometry.size.depth, geometry.size.height, geometry.size.width
-    planes, rows, line = geometry.x_box.depth, geometry.x_box.height, geometry.x_box.width
-    count = max(0, min(width, line - geometry.head.width))
-    for z in range(min(depth, planes - geometry.head.depth)):
-        for y in range(min(height, rows - geometry.head.height)):
-            start = ((channel * depth + z) * height + y) * width
-            to = (
-                place
-                + ((z + geometry.head.depth) * rows + y + geometry.head.height) * line
-                + geometry.head.width
+            place, row = (
+                begin + sample * distance + _place_of(p, conv),
+                (sample * positions + p) * matrix.pitch,
             )
-            copy_elements(boxes, to, x, start, count)
+            copy_listed(matrix.values, row, source, place, seen, 0, columns)

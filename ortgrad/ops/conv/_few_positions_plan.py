@@ -6,54 +6,25 @@ import math
 from dataclasses import dataclass
 
 from ortgrad.compiled.functions import TILE, TILE_ROWS
-from ortgrad.ops._windows import Windows
+from ortgrad.ops.conv._dense import Dense
 from ortgrad.ops.conv._few_positions import TOGETHER, Few
-from ortgrad.ops.conv._geometry import Geometry, Spatial
+from ortgrad.ops.conv._geometry import COLUMNS
 from ortgrad.ops.conv.costs import FewDw, FewDx
 from ortgrad.threads import lazy
 
-# Columns of a tile, at most.
-_COLUMNS = 64
-# Columns of a block: for dX those whose weights stay in the cache for all positions, for dW as many as leave
-# the matrix of what windows see in it.
+# Columns of a block. For dX, its weights stay in the cache for all positions; for dW, the matrix of what
+# windows see does.
 _MOST_DX_COLUMNS, _MOST_DW_COLUMNS, _CACHED = 144, 256, 4096
 _MOST_ROWS = 512
 _MOST_BIASES, _SUMMANDS = 64, 1 << 14
 
 
-@dataclass(frozen=True)
-class FewPositions:
-    """A convolution in three dimensions; filters and channels are those of a group."""
-
-    win: Windows
-    samples: int
-    group: int
-    filters: int
-    channels: int
-
-    @lazy
-    def in_place(self) -> bool:
-        """Whether windows see no padding, so that X and dX need no boxes around their channels."""
-        win = self.win
-        return not any(win.heads) and all(r <= n for r, n in zip(win.reach, win.sizes, strict=True))
-
-    @lazy
-    def box(self) -> tuple[int, ...]:
-        """The sizes of what windows see of a channel of X."""
-        return self.win.sizes if self.in_place else self.win.reach
-
-    @lazy
-    def taps(self) -> int:
-        return math.prod(self.win.kernel)
-
-    @lazy
-    def rows(self) -> int:
-        """The number of positions of all samples."""
-        return self.samples * math.prod(self.win.outputs)
+class FewPositions(Dense):
+    """A convolution that may have few positions."""
 
     @lazy
     def biases_of_task(self) -> int:
-        """For how many filters a task computes dB: few, or many that are soon done."""
+        """The number of filters for which a task computes dB."""
         return max(1, min(_MOST_BIASES, _SUMMANDS // self.rows))
 
     @property
@@ -68,14 +39,14 @@ class FewPositions:
     @property
     def dx_counts(self) -> FewDx:
         """How often each cost of dX occurs."""
-        tiles = -(-self.rows // TILE_ROWS) * -(-self.channels * self.taps // _COLUMNS)
+        tiles = -(-self.rows // TILE_ROWS) * -(-self.channels * self.taps // COLUMNS)
         tiles *= -(-self.filters // TOGETHER) * self.group
         return FewDx(1, tiles, *self._further_counts)
 
     @property
     def dw_counts(self) -> FewDw:
         """How often each cost of dW occurs."""
-        tiles = -(-self.filters // TILE_ROWS) * -(-self.channels * self.taps // _COLUMNS) * self.group
+        tiles = -(-self.filters // TILE_ROWS) * -(-self.channels * self.taps // COLUMNS) * self.group
         return FewDw(1, self.group, tiles, *self._further_counts)
 
     @property
@@ -85,24 +56,6 @@ class FewPositions:
         rows = 0 if self.in_place else self.samples * channels * self.win.sizes[0] * self.win.sizes[1]
         weights = self.filters * channels * self.taps
         return self.rows * channels * self.taps, rows, weights * self.rows, weights
-
-    @property
-    def geometry(self) -> Geometry:
-        """The numbers that the kernel reads."""
-        win = self.win
-        return Geometry(
-            output=Spatial(*win.outputs),
-            size=Spatial(*win.sizes),
-            stride=Spatial(*win.strides),
-            head=Spatial(*win.heads),
-            x_box=Spatial(*self.box),
-            samples=self.samples,
-            groups=self.group,
-            filters=self.filters,
-            channels=self.channels,
-            taps=self.taps,
-            x_in_place=self.in_place,
-        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +76,7 @@ class Division:
         step = min(most, channels, _block_of_channels(taps, rows))
         dx_memory = rows * (step * taps // TILE * TILE + TILE) + plane * step + 2 * TILE
         columns = max(TILE, -(-channels * taps * few.group // tasks) // TILE * TILE)
-        block = max(_COLUMNS, min(_MOST_DW_COLUMNS, _CACHED // rows) // _COLUMNS * _COLUMNS)
+        block = max(COLUMNS, min(_MOST_DW_COLUMNS, _CACHED // rows) // COLUMNS * COLUMNS)
         block = min(columns, block)
         dw_memory = rows * (block + TILE) + TILE_ROWS * TILE + 2 * TILE
         dw_memory += plane * ((block + TILE - 1) // taps + 2)
@@ -136,10 +89,10 @@ class Division:
 
 def _block_of_channels(taps: int, rows: int) -> int:
     """Return how many channels have pairs that fill tiles best."""
-    most = max(_COLUMNS, min(_MOST_DX_COLUMNS, 2 * _CACHED // rows))
+    most = max(COLUMNS, min(_MOST_DX_COLUMNS, 2 * _CACHED // rows))
 
     def cost(size: int) -> float:
         columns = -(-size * taps // TILE) * TILE
-        return (columns + 4 * -(-columns // _COLUMNS) + 2) / (size * taps)
+        return (columns + 4 * -(-columns // COLUMNS) + 2) / (size * taps)
 
-    return min(range(max(1, _COLUMNS // 2 // taps), max(1, most // taps) + 1), key=cost)
+    return min(range(max(1, COLUMNS // 2 // taps), max(1, most // taps) + 1), key=cost)

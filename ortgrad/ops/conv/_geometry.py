@@ -1,4 +1,4 @@
-"""The numbers of a plan of ConvGrad."""
+"""The numbers of plans of dense convolutions and their gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ortgrad.operators.records import size_of
 
 # Columns of a tile, at most. Tiles narrower than this have a multiple of 16 columns.
 COLUMNS = 64
-# Products that are added up before they are added to the sums: as many as keep the rounding errors small.
+# How many products are added up before they are added to the sums, which keeps rounding errors small.
 TERMS = 256
 
 
@@ -25,37 +25,47 @@ def volume(sizes: Spatial) -> int:
     return sizes.depth * sizes.height * sizes.width
 
 
-class Geometry(NamedTuple):
-    """The numbers that all tasks read."""
+class Frame(NamedTuple):
+    """A channel and its box with zeros around it. The box ends where windows do, so it may be smaller."""
+
+    size: Spatial  # of the channel
+    box: Spatial
+    head: Spatial  # the zeros before the channel
+
+
+class Convolution(NamedTuple):
+    """The numbers that all ways to compute a convolution or its gradient read."""
 
     output: Spatial
-    size: Spatial
     stride: Spatial
-    head: Spatial
-    x_box: Spatial  # sizes of the box of a channel of X
+    x: Frame
+    x_in_place: bool  # whether X itself serves as the boxes
     samples: int
     groups: int
     filters: int  # of a group
     channels: int  # of a group
     taps: int
-    x_in_place: bool  # whether X itself serves as the boxes
-    # The way for few positions reads only those before.
-    dy_in_place: bool = False
-    dy_box: Spatial = Spatial(0, 0, 0)  # sizes of the box of a channel of dY
-    dy_head: Spatial = Spatial(0, 0, 0)  # the zeros before dY in it
-    panels: bool = False  # whether dX copies the columns of dY together
-    dy_boxes: int = 0  # tasks of the first phase
-    x_boxes: int = 0
-    transpositions: int = 0
-    dx_tasks: int = 0
-    dw_tasks: int = 0
-    dx_channels: int = 0  # of a task
-    dx_blocks: int = 0  # blocks of positions of a task
-    dx_members: int = 0  # parts of dX that a task computes, as they share rows
-    dw_rows: int = 0  # of a task
-    dw_skips: bool = False  # whether the products of dW with padding are left out
-    kernel_columns: int = 0  # taps in a row of the kernel
-    db_filters: int = 0  # of a task
+
+
+class Geometry(NamedTuple):
+    """The numbers that all tasks of ConvGrad read."""
+
+    conv: Convolution
+    dy: Frame
+    dy_in_place: bool
+    panels: bool  # whether dX copies the columns of dY together
+    dy_boxes: int  # tasks of the first phase
+    x_boxes: int
+    transpositions: int
+    dx_tasks: int
+    dw_tasks: int
+    dx_channels: int  # of a task
+    dx_blocks: int  # blocks of positions of a task
+    dx_members: int  # parts of dX that a task computes because they share rows
+    dw_rows: int  # of a task
+    dw_skips: bool  # whether the products of dW with padding are left out
+    kernel_columns: int  # taps in a row of the kernel
+    db_filters: int  # of a task
 
 
 class Part(NamedTuple):
@@ -64,8 +74,8 @@ class Part(NamedTuple):
     task: int  # its first task
     first: Spatial  # position
     counts: Spatial  # of positions
-    place: Spatial  # the remainder of its place divided by the stride
-    tap: int  # its first tap, and how many it has
+    place: Spatial  # the remainder of its places when divided by the strides
+    tap: int  # its first tap, and their number
     taps: int
     units: int  # tasks in a line of positions
 

@@ -3,12 +3,13 @@
 A tile is a square of 2x2 results. The square of 4x4 values that its windows see is transformed, as are the
 weights; the products of the two are added up over the channels, and the sums transformed into results. So a
 convolution is 16 products of matrices, one for each number of the transforms, whose rows are tiles, and which
-`add_products` computes in registers. A result is computed only from what its window sees, up to rounding.
+`add_products` computes in registers. Up to rounding, a result depends only on what its window sees.
 
-Tensors are copied into boxes first, with their padding and the channels last, so that vectors hold channels.
+Tensors are first copied into boxes, with their padding and with the channels last, so that vectors hold
+channels.
 
-Where a value is NaN or infinite, so is the result of the transforms, but not the same as that of a sum of
-products: the NumPy kernel takes over then.
+If a value is NaN or infinite, the result of the transforms is not finite either, but it differs from a sum of
+products: then the NumPy kernel takes over.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from ortgrad.compiled.functions import (
     OF_THREE,
     OF_VALUES,
     TILE,
-    TILE_ROWS,
     TO_TWO,
     Columns,
     Rows,
     Square,
-    add_products,
     allocate,
     allocate_integers,
     clear,
@@ -39,167 +38,120 @@ from ortgrad.compiled.functions import (
 )
 from ortgrad.ops._rows import add_to
 from ortgrad.ops._windows import Plane
-from ortgrad.ops.conv._forward_rows import finish
+from ortgrad.ops.conv._forward_geometry import Result, finish
 from ortgrad.ops.conv._geometry import COLUMNS, TERMS
-from ortgrad.ops.conv._memory import aligned
+from ortgrad.ops.conv._memory import add_tiles, aligned, are_finite, return_memory, take_memory
 
 if TYPE_CHECKING:
     from ortgrad.ops._windows import Windows
 
-    Pair = tuple[int, int]
-
-# Numbers at which transforms are multiplied. Those of one vector are apart by a matrix and TILE elements: at
-# a distance of a multiple of 4096 bytes they would be in each other's place in the cache.
+# The number of points at which transforms are multiplied. In memory, points are a matrix and TILE elements
+# apart: at a distance of a multiple of 4096 bytes they would compete for the same place in the cache.
 POINTS = 16
-# Positions that a task copies into a box, about.
+# About how many positions a task copies into a box.
 _POSITIONS = 1024
-# Tiles of a task, about: their results fill squares that are transposed at once, their transforms should
-# remain in the cache, and the weights be loaded for as many of them as possible.
+# About how many tiles a task has. Their results fill squares that are transposed at once, and their
+# transforms should stay in the cache, but weights should be loaded for as many tiles as possible.
 _TILES, _FEWEST_TILES, _MOST_TILES, _CACHED = 8, 48, 96, 1 << 13
-# As many tasks as keep several threads busy.
+# Enough tasks for several threads.
 _TASKS = 8
 TAPS = 9
-# Weights that do not fit into the cache, once transformed, are transformed by every task that uses them, if
-# these are few; and how many channels at a time.
+# If the transformed weights do not fit into the cache and few tasks use them, every task transforms the
+# weights itself, some channels at a time.
 _LARGE, _FEW_UNITS, _CHANNELS_OF_LARGE = 1 << 14, 4, 64
-# How many channels a task transforms the weights of.
+# The number of channels whose weights a task transforms for the others.
 _CHANNELS = 32
 
 
 def up(number: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Return the number, rounded up to a multiple of a unit."""
     return -(-number // unit) * unit
 
 
-class BoxGeometry(NamedTuple):
-    """The numbers of a box that kernels read."""
+class Points(NamedTuple):
+    """Matrices of numbers, one for each point, and how far apart they are."""
+
+    values: np.ndarray
+    pitch: int
+
+
+class Tiles(NamedTuple):
+    """Consecutive tiles of all samples, and how many there may be at most."""
+
+    first: int
+    number: int
+    most: int
+
+
+class Box(NamedTuple):
+    """A tensor with zeros around it and its channels last."""
 
     samples: int
     channels: int
     size: Plane  # of the tensor
-    height: int
-    width: int
-    top: int  # where the tensor begins in the box
-    left: int
-    rows: int  # of the box of a sample that a task fills
-    tasks: int  # for a sample
-
-
-class ConvolutionGeometry(NamedTuple):
-    """The numbers of a convolution that kernels read."""
-
-    output: Plane
-    filters: int
-    tiles: int  # of a task
-    units: int  # tasks for all tiles
-    blocks: int  # of columns, of a task
-    own_weights: bool  # whether a task transforms the weights itself
-    together: int  # channels that it transforms at once
-    filter_stride: int  # how far apart the kernels of filters and of channels are
-    channel_stride: int
-    turned: bool  # whether kernels are turned
-
-
-class Box(NamedTuple):
-    """A tensor with zeros around it, and its channels last."""
-
-    samples: int
-    channels: int
-    size: Pair
-    sizes: Pair  # of the box
-    origin: Pair  # of the tensor in it
+    sizes: Plane  # of the box
+    origin: Plane  # of the tensor in it
 
     @property
     def elements(self) -> int:
         return self.samples * math.prod(self.sizes) * up(self.channels, TILE) + TILE
 
-    @property
-    def tasks(self) -> int:
-        """How many tasks fill it."""
-        return self.samples * self._pieces
-
-    @property
-    def _pieces(self) -> int:
-        return -(-self.sizes[0] // self._rows)
-
-    @property
-    def _rows(self) -> int:
-        return max(1, min(self.sizes[0], _POSITIONS // self.sizes[1]))
-
-    @property
-    def geometry(self) -> BoxGeometry:
-        """The numbers that kernels read."""
-        size, top, left = Plane(*self.size), *self.origin
-        return BoxGeometry(
-            self.samples, self.channels, size, *self.sizes, top, left, self._rows, self._pieces
-        )
-
 
 class Convolution(NamedTuple):
     """A convolution of what is in a box."""
 
-    box: Box
-    outputs: Pair
+    output: Plane
+    channels: int
     filters: int
-    turned: bool = False  # whether filters are the channels of the weights, and kernels are turned
+    turned: bool  # whether filters are the channels of the weights, and kernels are turned
+    tiles: int  # of a task
+    units: int  # tasks for all tiles
+    blocks: int  # of columns, of a task
+    own_weights: bool  # whether a task transforms the weights itself
 
-    @property
-    def tiles(self) -> int:
-        return self.box.samples * math.prod(-(-n // 2) for n in self.outputs)
-
-    @property
-    def tiles_of_task(self) -> int:
-        numbers = up(self.box.channels, TILE) + min(COLUMNS, up(self.filters, TILE))
+    @classmethod
+    def of(cls, box: Box, output: Plane, filters: int, *, turned: bool = False) -> Convolution:
+        """Return a convolution that is divided into tasks."""
+        tiles, blocks = tiles_of(box.samples, output), -(-filters // COLUMNS)
+        numbers = up(box.channels, TILE) + min(COLUMNS, up(filters, TILE))
         wanted = max(_FEWEST_TILES, min(_MOST_TILES, _CACHED // numbers))
-        return up(-(-self.tiles // max(1, round(self.tiles / wanted))), _TILES)
-
-    @property
-    def units(self) -> int:
-        return -(-self.tiles // self.tiles_of_task)
-
-    @property
-    def blocks_of_task(self) -> int:
-        """How many blocks of columns a task computes: all, unless there are few tasks."""
-        blocks = -(-self.filters // COLUMNS)
-        return -(-blocks // min(blocks, -(-_TASKS // self.units)))
+        of_task = up(-(-tiles // max(1, round(tiles / wanted))), _TILES)
+        units = -(-tiles // of_task)
+        # A task computes all blocks of columns, unless there are few tasks.
+        blocks = -(-blocks // min(blocks, -(-_TASKS // units)))
+        own_weights = box.channels * filters >= _LARGE and units <= _FEW_UNITS
+        return cls(output, box.channels, filters, turned, of_task, units, blocks, own_weights)
 
     @property
     def tasks(self) -> int:
-        return self.units * -(-self.filters // (COLUMNS * self.blocks_of_task))
-
-    @property
-    def _own_weights(self) -> bool:
-        return self.box.channels * self.filters >= _LARGE and self.units <= _FEW_UNITS
+        return self.units * -(-self.filters // (COLUMNS * self.blocks))
 
     @property
     def weights(self) -> int:
         """The elements of the transformed weights that tasks share."""
         blocks = -(-self.filters // COLUMNS)
-        elements = POINTS * (self.box.channels * up(self.filters, TILE) + blocks * TILE) + TILE
-        return 0 if self._own_weights else elements
+        elements = POINTS * (self.channels * up(self.filters, TILE) + blocks * TILE) + TILE
+        return 0 if self.own_weights else elements
 
     @property
     def weight_tasks(self) -> int:
         """How many tasks transform these."""
-        blocks = -(-self.filters // COLUMNS)
-        return 0 if self._own_weights else blocks * -(-self.box.channels // _CHANNELS)
+        return 0 if self.own_weights else -(-self.filters // COLUMNS) * -(-self.channels // _CHANNELS)
 
-    @property
-    def geometry(self) -> ConvolutionGeometry:
-        """The numbers that kernels read."""
-        own, channels = self._own_weights, self.box.channels
-        return ConvolutionGeometry(
-            output=Plane(*self.outputs),
-            filters=self.filters,
-            tiles=self.tiles_of_task,
-            units=self.units,
-            blocks=self.blocks_of_task,
-            own_weights=own,
-            together=min(channels, _CHANNELS_OF_LARGE if own else TERMS),
-            filter_stride=1 if self.turned else channels,
-            channel_stride=self.filters if self.turned else 1,
-            turned=self.turned,
-        )
+
+def tiles_of(samples: int, output: Plane) -> int:
+    """Return the number of tiles of all samples."""
+    return samples * ((output.height + 1) // 2) * ((output.width + 1) // 2)
+
+
+def box_tasks(box: Box) -> int:
+    """Return how many tasks fill a box."""
+    rows = _rows_of_task(box)
+    return box.samples * ((box.sizes.height + rows - 1) // rows)
+
+
+def _rows_of_task(box: Box) -> int:
+    return max(1, min(box.sizes.height, _POSITIONS // box.sizes.width))
 
 
 def fits(win: Windows, channels: int, filters: int) -> bool:
@@ -212,13 +164,14 @@ def fits(win: Windows, channels: int, filters: int) -> bool:
     )
 
 
-def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: BoxGeometry) -> bool:
+def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: Box) -> bool:
     """Copy some rows of a sample into its box."""
     channels, height, width = box.channels, box.size.height, box.size.width
-    rows, pitch, top, left = box.height, box.width, box.top, box.left
+    rows, pitch, top, left = box.sizes.height, box.sizes.width, box.origin.height, box.origin.width
     padded, plane = (channels + TILE - 1) // TILE * TILE, height * width
-    sample, first = task // box.tasks, task % box.tasks * box.rows
-    last = min(first + box.rows, rows)
+    most, tasks = _rows_of_task(box), box_tasks(box) // box.samples
+    sample, first = task // tasks, task % tasks * most
+    last = min(first + most, rows)
     places = allocate_integers(TILE)
     if len(places) == 0:
         return True
@@ -233,7 +186,7 @@ def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: BoxGeometry
     base, end = sample * rows * pitch * padded, max(0, min(last - top, height)) * width
     p = max(0, min(first - top, height)) * width
     while p < end and plane >= TILE:
-        # The last square may have positions of another task, which copies the same numbers there.
+        # The last square may overlap with the positions of another task, which copies the same numbers.
         p = max(0, min(p, end - TILE))
         y, x = p // width, p % width
         for i in range(TILE):
@@ -255,63 +208,58 @@ def fill_box(task: int, source: np.ndarray, memory: np.ndarray, box: BoxGeometry
     return False
 
 
-def transform_weights(
-    task: int, w: np.ndarray, memory: np.ndarray, channels: int, convolution: ConvolutionGeometry
-) -> bool:
+def transform_weights(task: int, w: np.ndarray, memory: np.ndarray, convolution: Convolution) -> bool:
     """Transform the weights of some channels for a block of columns, for the tasks that share them."""
-    filters = convolution.filters
+    channels, filters = convolution.channels, convolution.filters
     whole = (filters + TILE - 1) // TILE * TILE
     chunks = (channels + _CHANNELS - 1) // _CHANNELS
     block, first = task // chunks * COLUMNS, task % chunks * _CHANNELS
     columns, count = min(COLUMNS, whole - block), min(_CHANNELS, channels - first)
     place = _weights_of_block(block, channels) + first * columns
-    return _transform_block(
-        w, aligned(memory), place, channels * columns + TILE, block, columns, first, count, convolution
-    )
+    into = Points(aligned(memory)[place:], channels * columns + TILE)
+    return _transform_block(w, into, block, columns, first, count, convolution)
 
 
 def _weights_of_block(first: int, channels: int) -> int:
-    """The place of the transformed weights of a block of columns."""
+    """Return the place of the transformed weights of a block of columns."""
     return POINTS * (first * channels + first // COLUMNS * TILE)
 
 
 def _transform_block(
     w: np.ndarray,
-    into: np.ndarray,
-    place: int,
-    pitch: int,
+    into: Points,
     block: int,
     columns: int,
     first: int,
     count: int,
-    convolution: ConvolutionGeometry,
+    convolution: Convolution,
 ) -> bool:
-    """Transform the weights of a block of columns for some channels."""
+    """Transform the weights of a block of columns for some channels; return whether there is no memory."""
     allocated = allocate(TILE * TILE + 2 * TILE)
     if len(allocated) == 0:
         return True
     square = aligned(allocated)
     clear(square, 0, TILE * TILE + TILE)
-    stride, step = convolution.filter_stride * TAPS, convolution.channel_stride * TAPS
-    turned = convolution.turned
+    turned, channels, filters = convolution.turned, convolution.channels, convolution.filters
+    # From a filter to the next, and from a channel to the next.
+    stride, step = TAPS if turned else channels * TAPS, filters * TAPS if turned else TAPS
     start, tap = (TAPS - 1) * TILE if turned else 0, -TILE if turned else TILE
     for m in range(0, columns, TILE):
-        # The last filters are transposed with those before them. Columns that are for no filter get numbers
-        # of others, and their sums are not used.
-        others = max(0, block + m + TILE - convolution.filters)
+        # The last filters are transposed together with filters before them. Columns without a filter contain
+        # weights of other filters, and their sums are not used.
+        others = max(0, block + m + TILE - filters)
         for c in range(count):
             source = (block + m - others) * stride + (first + c) * step
             if source + (TILE - 1) * stride + TILE <= len(w):
-                # Behind the taps of a kernel are those of another one, which are not used.
+                # The taps of a kernel are followed by those of another one, which are not used.
                 transpose(square, 0, TILE, w, source, stride)
             else:
                 for i in range(TILE):
                     for k in range(TAPS):
                         square[k * TILE + i] = w[source + i * stride + k]
-            at = place + c * columns + m
-            transform(
-                OF_THREE, Square(into, at, 4 * pitch, pitch), Square(square, start + others, 3 * tap, tap), 1
-            )
+            at, pitch = c * columns + m, into.pitch
+            given = Square(square, start + others, 3 * tap, tap)
+            transform(OF_THREE, Square(into.values, at, 4 * pitch, pitch), given, 1)
     release(allocated)
     return False
 
@@ -321,144 +269,120 @@ def convolve_tiles(
     boxes: np.ndarray,
     w: np.ndarray,
     weights: np.ndarray,
-    b: np.ndarray,
-    z: np.ndarray,
-    y: np.ndarray,
-    box: BoxGeometry,
-    convolution: ConvolutionGeometry,
-    activation: int,
-    low: float,
-    high: float,
+    result: Result,
+    box: Box,
+    convolution: Convolution,
 ) -> bool:
     """Compute some filters for some tiles; return whether there is no memory, or a result is not finite."""
-    channels, filters, most = box.channels, convolution.filters, convolution.tiles
-    padded = (channels + TILE - 1) // TILE * TILE
-    of_sample = (convolution.output.height + 1) // 2 * ((convolution.output.width + 1) // 2)
-    first = task % convolution.units * most
-    count = min(most, box.samples * of_sample - first)
-    rows, results = 2 * most, POINTS * (most * (padded + COLUMNS) + 2 * TILE)
-    memory = allocate(results + (4 * COLUMNS + 1) * rows + TILE)
-    integers = allocate_integers(2 * TERMS + most + 2 + 4 * most)
-    own, together = convolution.own_weights, convolution.together
-    transformed = allocate((POINTS * (together * COLUMNS + TILE) if own else 0) + TILE)
-    if len(memory) == 0 or len(integers) == 0 or len(transformed) == 0:
-        release(memory)
-        release(integers)
-        release(transformed)
+    channels, filters = box.channels, convolution.filters
+    padded, whole = (channels + TILE - 1) // TILE * TILE, (filters + TILE - 1) // TILE * TILE
+    tiles = _tiles_of(task % convolution.units, box.samples, convolution)
+    most, count = tiles.most, tiles.number
+    # Behind the matrices of tiles and of sums are the results of a block, and the weights of a task.
+    results, own = POINTS * (most * (padded + COLUMNS) + 2 * TILE), convolution.own_weights
+    together = min(channels, _CHANNELS_OF_LARGE if own else TERMS)
+    transformed = results + (8 * COLUMNS + 2) * most + TILE
+    size = transformed + (POINTS * (together * COLUMNS + TILE) if own else 0) + TILE
+    memory = take_memory(size, 2 * TERMS + most + 2 + 4 * most)
+    if len(memory.numbers) == 0:
         return True
-    values, sums = aligned(memory), aligned(memory)[POINTS * (most * padded + TILE) :]
-    finished = aligned(memory)[results:]
-    steps, places = integers[:TERMS], integers[TERMS : 2 * TERMS]
-    starts, shifts = integers[2 * TERMS : 2 * TERMS + most], integers[2 * TERMS + most :]
-    bases, runs = shifts[1:], shifts[2:]
+    numbers, lists = aligned(memory.numbers), memory.integers[2 * TERMS :]
+    values = Points(numbers, most * padded + TILE)
+    sums, finished = numbers[POINTS * values.pitch :], numbers[results:]
+    steps, places = memory.integers[:TERMS], memory.integers[TERMS : 2 * TERMS]
+    starts, shifts, bases = lists[:most], lists[most : most + 1], lists[most + 1 : most + 2]
     for k in range(TERMS):
         steps[k] = k
     for t in range(count):
         starts[t] = t * padded
-    transform_tiles(values, first, count, most, aligned(boxes), 0, padded, box, convolution)
-    number = _list_runs(runs, first, count, convolution)
-    # Columns that are for no filter have a multiple of TILE as well.
-    whole = (filters + TILE - 1) // TILE * TILE
-    right, wrong = aligned(transformed if own else weights), False
+    transform_tiles(values, tiles, aligned(boxes), 0, padded, box, convolution.output)
+    number = _list_runs(lists[most + 2 :], tiles, convolution)
+    runs = lists[most + 2 : most + 2 + 4 * number]
+    turned, wrong = numbers[transformed:] if own else aligned(weights), False
     begin = task // convolution.units * convolution.blocks * COLUMNS
     for block in range(begin, min(whole, begin + convolution.blocks * COLUMNS), COLUMNS):
+        # The number of columns is a multiple of TILE, though there may be fewer filters.
         columns = min(COLUMNS, whole - block)
+        into = Points(sums, most * columns + TILE)
         for k in range(TERMS):
             places[k] = k * columns
-        pitch = most * columns + TILE
-        c = 0
-        while c < channels:
+        for c in range(0, channels, together):
             used = min(together, channels - c)
-            base, step = _weights_of_block(block, channels) + c * columns, channels * columns + TILE
+            place = 0 if own else _weights_of_block(block, channels) + c * columns
+            factors = Points(turned[place:], (together if own else channels) * columns + TILE)
             if own:
-                base, step = 0, together * columns + TILE
-                wrong = wrong or _transform_block(w, right, 0, step, block, columns, c, used, convolution)
-            for point in range(POINTS):
-                shifts[0], bases[0] = point * (most * padded + TILE) + c, base + point * step
-                for i in range(0, count, TILE_ROWS):
-                    add_products(
-                        sums[point * pitch + i * columns :],
-                        columns,
-                        Rows(values, starts[i:], shifts[:1], steps[:used]),
-                        min(TILE_ROWS, count - i),
-                        Columns(right, bases, places[:used]),
-                        columns,
-                        c == 0,
-                    )
-            c += together
-        # The upper row of the results of all tiles, and the lower row.
-        for t in range(count):
-            place = 2 * t * columns
-            transform(
-                TO_TWO,
-                Square(finished, place, rows * columns, columns),
-                Square(sums, t * columns, 4 * pitch, pitch),
-                columns // TILE,
-            )
-        into = 2 * rows * COLUMNS
-        for half in range(2):
-            head = half * rows * columns
-            wrong = wrong or not are_finite(finished[head : head + 2 * count * columns])
-            for i in range(0, 2 * count, TILE):
-                for k in range(0, columns, TILE):
-                    place = into + head + k * rows + i
-                    transpose(finished, place, rows, finished, head + i * columns + k, columns)
-        _finish_block(
-            y,
-            b,
-            z,
-            finished[into:],
-            runs[: 4 * number],
-            block,
-            rows,
-            min(columns, filters - block),
-            convolution,
-            activation,
-            low,
-            high,
-        )
-    release(memory)
-    release(integers)
-    release(transformed)
+                wrong = wrong or _transform_block(w, factors, block, columns, c, used, convolution)
+            left = Rows(values.values[c:], starts, shifts, steps[:used])
+            right = Columns(factors.values, bases, places[:used])
+            add_points(into, left, values.pitch, count, right, factors.pitch, columns, c == 0)
+        wrong = _transform_back(finished, into, tiles, columns) or wrong
+        _finish_block(result, finished[4 * most * COLUMNS :], runs, tiles, block, convolution)
+    return_memory(memory)
+    return wrong
+
+
+def _tiles_of(unit: int, samples: int, convolution: Convolution) -> Tiles:
+    """Return the tiles of a unit."""
+    first, most = unit * convolution.tiles, convolution.tiles
+    return Tiles(first, min(most, tiles_of(samples, convolution.output) - first), most)
+
+
+def add_points(
+    sums: Points, left: Rows, step: int, rows: int, right: Columns, pitch: int, columns: int, fresh: bool
+) -> None:
+    """Add products at all points, which are `step` apart in the left factors and `pitch` in the others."""
+    for point in range(POINTS):
+        left.shifts[0], right.bases[0] = point * step, point * pitch
+        add_tiles(sums.values[point * sums.pitch :], left, rows, right, columns, fresh)
+
+
+def _transform_back(finished: np.ndarray, sums: Points, tiles: Tiles, columns: int) -> bool:
+    """Transform sums into the upper row of the results of all tiles, and the lower row, and transpose these.
+
+    Return whether some are not finite. There is room for the transposed ones behind all others.
+    """
+    rows, into, wrong = 2 * tiles.most, 4 * tiles.most * COLUMNS, False
+    for t in range(tiles.number):
+        place, start, pitch = 2 * t * columns, t * columns, sums.pitch
+        vectors = columns // TILE
+        given = Square(sums.values, start, 4 * pitch, pitch)
+        transform(TO_TWO, Square(finished, place, rows * columns, columns), given, vectors)
+    for half in range(2):
+        head = half * rows * columns
+        wrong = wrong or not are_finite(finished[head : head + 2 * tiles.number * columns])
+        for i in range(0, 2 * tiles.number, TILE):
+            for k in range(0, columns, TILE):
+                place = into + head + k * rows + i
+                transpose(finished, place, rows, finished, head + i * columns + k, columns)
     return wrong
 
 
 def transform_tiles(
-    values: np.ndarray,
-    first: int,
-    count: int,
-    most: int,
+    into: Points,
+    tiles: Tiles,
     boxes: np.ndarray,
     channel: int,
     channels: int,
-    box: BoxGeometry,
-    convolution: ConvolutionGeometry,
+    box: Box,
+    output: Plane,
 ) -> None:
     """Transform what some tiles see of some channels, a multiple of TILE."""
     padded = (box.channels + TILE - 1) // TILE * TILE
-    rows, pitch = box.height, box.width
-    across = (convolution.output.width + 1) // 2
-    down = (convolution.output.height + 1) // 2
-    for t in range(count):
-        line, k = (first + t) // across, (first + t) % across
+    rows, pitch, vectors = box.sizes.height, box.sizes.width, channels // TILE
+    across, down = (output.width + 1) // 2, (output.height + 1) // 2
+    for t in range(tiles.number):
+        line, k = (tiles.first + t) // across, (tiles.first + t) % across
         sample, i = line // down, line % down
-        place = (sample * rows + 2 * i) * pitch + 2 * k
-        transform(
-            OF_VALUES,
-            Square(values, t * channels, 4 * (most * channels + TILE), most * channels + TILE),
-            Square(boxes, place * padded + channel, pitch * padded, padded),
-            channels // TILE,
-        )
+        at, start = t * channels, ((sample * rows + 2 * i) * pitch + 2 * k) * padded + channel
+        step = into.pitch
+        given = Square(boxes, start, pitch * padded, padded)
+        transform(OF_VALUES, Square(into.values, at, 4 * step, step), given, vectors)
 
 
-def _list_runs(
-    runs: np.ndarray,
-    first: int,
-    count: int,
-    convolution: ConvolutionGeometry,
-) -> int:
-    """Write the runs of tiles beside each other: the first one, its place in the result of the first filter,
-    the length of the result, and how many rows it has. Return their number."""
+def _list_runs(runs: np.ndarray, tiles: Tiles, convolution: Convolution) -> int:
+    """Write the runs of adjacent tiles, and return their number. For each, write the first tile, its place in
+    the result of the first filter, and the length of the result and its number of rows."""
+    first, count = tiles.first, tiles.number
     height, width = convolution.output.height, convolution.output.width
     across = (width + 1) // 2
     of_sample = (height + 1) // 2 * across
@@ -477,24 +401,19 @@ def _list_runs(
 
 
 def _finish_block(
-    y: np.ndarray,
-    b: np.ndarray,
-    z: np.ndarray,
+    result: Result,
     sums: np.ndarray,
     runs: np.ndarray,
+    tiles: Tiles,
     block: int,
-    rows: int,
-    count: int,
-    convolution: ConvolutionGeometry,
-    activation: int,
-    low: float,
-    high: float,
+    convolution: Convolution,
 ) -> None:
-    """Write the results of some filters, after what is applied to them."""
+    """Write the results of a block of filters, after what is applied to them."""
     filters, height, width = convolution.filters, convolution.output.height, convolution.output.width
+    rows, b, z, y = 2 * tiles.most, result.b, result.z, result.y
     columns = min(COLUMNS, (filters + TILE - 1) // TILE * TILE - block)
     other = sums[2 * columns * rows : (2 * columns + 1) * rows]
-    for k in range(count):
+    for k in range(min(columns, filters - block)):
         bias = b[block + k] if len(b) > 0 else 0.0
         for half in range(2):
             line = sums[(half * columns + k) * rows : (half * columns + k + 1) * rows]
@@ -503,16 +422,9 @@ def _finish_block(
                 at, n = place + runs[run + 1], runs[run + 2]
                 if half < runs[run + 3]:
                     add_to(line[2 * runs[run] : 2 * runs[run] + n], z[at : at + n])
-            if len(b) > 0 or activation != 0:
-                finish(other, line, bias, activation, low, high)
+            if len(b) > 0 or result.activation != 0:
+                finish(other, line, bias, result.activation, result.low, result.high)
                 line = other
             for run in range(0, len(runs), 4):
                 if half < runs[run + 3]:
                     copy_elements(y, place + runs[run + 1], line, 2 * runs[run], runs[run + 2])
-
-
-def are_finite(values: np.ndarray) -> bool:
-    total = 0.0
-    for k in range(len(values)):
-        total += values[k] * 0.0
-    return total == 0.0

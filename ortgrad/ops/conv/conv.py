@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ortgrad.autodiff.rules import ForwardNode, Gradients, gradient
 from ortgrad.graph.lazy import ir
@@ -11,10 +11,7 @@ from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
 from ortgrad.ops._windows import AUTO_PADS, per_dimension, spatial
 from ortgrad.ops.conv import _body, _body_form, _compiled, _numpy
-
-if TYPE_CHECKING:
-    from ortgrad.ops.conv._compiled import Known
-
+from ortgrad.ops.conv._dense import Known
 
 ATTRIBUTES: Mapping[str, Any] = {
     "auto_pad": Choice(*AUTO_PADS),
@@ -46,23 +43,23 @@ _TENSORS: Mapping[str, Any] = {
 }
 conv_grad = operator("ConvGrad", **_TENSORS)(_numpy.conv_grad)
 conv_grad.onnx(_body.conv_grad_body)
-# That of operators for some of its nodes, in sessions with compiled kernels.
+# The declaration of operators that replace some of its nodes in sessions with compiled kernels.
 DECLARATION: Mapping[str, Any] = {"domain": INTERNAL_DOMAIN, **_TENSORS}
 
 
 def is_depthwise(w: Shape | None, group: int) -> bool:
-    """Whether every group is known to have a single channel, and one or two dimensions."""
+    """Return whether there are one or two dimensions, and every group is known to have a single channel."""
     return w is not None and w[1] == 1 and group > 1 and 3 <= len(w) <= 4
 
 
 def _is_fastest(dy: Known, x: Known, w: Known, *, group: int, **attributes: Any) -> bool:
-    # Depthwise convolutions get another kernel.
+    # Another kernel computes depthwise convolutions.
     return is_depthwise(w, group) or _compiled.is_fastest(dy, x, w, group=group, **attributes)
 
 
 conv_grad.compiled(
     views=vectors("dy x w dx dw db"),
-    scratch=vectors("dy_boxes x_boxes turned memory"),
+    scratch=vectors("dy_boxes x_boxes turned scratch"),
     plan=_compiled.plan,
     first=_compiled.prepare,
     auto=_is_fastest,
@@ -91,7 +88,7 @@ def conv_transpose_gradient(node: ForwardNode) -> Gradients:
 
 
 def _require_kernel(node: ForwardNode) -> None:
-    """Refuse a node whose kernel size is not known, by its own name and not that of its gradient."""
+    """Refuse a node whose kernel size is not known. The error names the node and not its gradient."""
     w = node.input(1)
     known = bool(node.attribute("kernel_shape")) or _body_form.has_known_kernel(w)
     if not known and _body.needs_kernel(w, node.grad(0), node.attribute("auto_pad")):
@@ -101,7 +98,7 @@ def _require_kernel(node: ForwardNode) -> None:
 
 
 def _transposed_pads(node: ForwardNode) -> list[int] | ir.Value:
-    """The pads of ConvTranspose, computed at run time where they depend on a size that is not known."""
+    """Return the pads of ConvTranspose, computed at run time if they depend on an unknown size."""
     op, x, auto_pad = node.op, node.input(0), node.attribute("auto_pad")
     rank = node.rank() - 2
     output_shape = node.attribute("output_shape")
@@ -111,7 +108,7 @@ def _transposed_pads(node: ForwardNode) -> list[int] | ir.Value:
     strides = per_dimension("strides", node.attribute("strides"), rank)
     dilations = per_dimension("dilations", node.attribute("dilations"), rank)
     extra = node.attribute("output_padding") or [0] * rank
-    # The pads of an input of size 1, and how much they grow with each element more.
+    # The pads of an input of size 1, and how much they grow with each further element.
     reach = [a + (k - 1) * d + 1 for a, k, d in zip(extra, kernel, dilations, strict=True)]
     if output_shape:
         first = [r - n for r, n in zip(reach, output_shape[-rank:], strict=True)]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortgrad.compiled import cache
+from ortgrad.compiled.functions import TILE
 
 # Files that are longer were not written by tune.py.
 _LONGEST = 1 << 16
@@ -99,8 +100,40 @@ class Ratios(NamedTuple):
     rows: float = 1 / 1.1  # of the products of the forward kernel with filters as rows, and as columns
 
 
+class AgainstConv(NamedTuple):
+    """When the kernel of dense convolutions is faster than onnxruntime's, for up to `filters` filters."""
+
+    filters: float
+    terms: int  # products of a result, at least
+    positions: int  # at least
+    partial: int  # the same, if the last filters do not fill a vector
+
+
+class AgainstGemm(NamedTuple):
+    """When the kernels for few positions are faster than onnxruntime's Gemm for pointwise convolutions."""
+
+    dx_rows: tuple[int, int] = (2, 112)  # positions of all samples, at least and at most
+    dx_filters: int = 32  # at least
+    dx_elements: int = 1 << 15  # at most, and so are all numbers below
+    dx_products: int = 1 << 22
+    dw_rows: int = 32
+    dw_rows_of_few: int = 400  # if there are few weights
+    dw_weights: int = 1 << 14
+
+
+# Limits that were measured beside onnxruntime's kernels; tune.py does not fit them. With few positions,
+# transposing the weights of many filters takes too long.
+AGAINST_CONV = (
+    AgainstConv(2 * TILE, 64, 16, 128),
+    AgainstConv(4 * TILE, 144, 64, 256),
+    AgainstConv(math.inf, 240, 128, 128),
+)
+AGAINST_CONV_OF_FEW_TERMS = AgainstConv(TILE, 24, 1024, 1024)
+AGAINST_GEMM = AgainstGemm()
+
+
 class Costs(NamedTuple):
-    """All numbers, by what they belong to."""
+    """All numbers that tune.py fits, by what they belong to."""
 
     many_dx: ManyDx = ManyDx()
     many_dw: ManyDw = ManyDw()

@@ -62,29 +62,9 @@ def _dims(*, group: int, kernel_shape: list[int] | None, **_: Any) -> dict[str, 
     dims=_dims,
     attributes=ATTRIBUTES,
 )
-def depthwise_conv(
-    x: np.ndarray,
-    w: np.ndarray,
-    b: np.ndarray | None,
-    *,
-    group: int,
-    kernel_shape: list[int] | None,
-    **attributes: Any,
-) -> np.ndarray:
+def depthwise_conv(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, **attributes: Any) -> np.ndarray:
     """Y = Conv(X, W, B) for one channel per group"""
-    win = windows(x.shape[2:], w.shape[2:], **attributes)
-    padded = np.pad(x, [(0, 0), (0, 0), *zip(win.heads, win.tails, strict=True)])
-    shape = (len(x), group, len(w) // group, *win.outputs)
-    y = np.zeros(shape, x.dtype)
-    for tap in np.ndindex(win.kernel):
-        starts = [k * d for k, d in zip(tap, win.dilations, strict=True)]
-        steps = zip(starts, win.outputs, win.strides, strict=True)
-        read = (slice(start, start + (count - 1) * stride + 1, stride) for start, count, stride in steps)
-        values = padded[(slice(None), slice(None), *read)][:, :, None]
-        y += values * w[(..., *tap)].reshape(group, -1, *[1] * win.rank)
-    if b is not None:
-        y += b.reshape(group, -1, *[1] * win.rank)
-    return y.reshape(len(x), len(w), *win.outputs)
+    return _numpy.conv(x, w, b, **attributes)
 
 
 @depthwise_conv.onnx

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,25 +15,24 @@ from ortgrad.compiled.functions import TILE
 from ortgrad.graph.lazy import Recorder, ir
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import INTERNAL_DOMAIN, Choice, Operand, Shape, operator
-from ortgrad.ops._windows import spatial, windows
-from ortgrad.ops.conv import _forward
+from ortgrad.ops._windows import spatial
+from ortgrad.ops.conv import _forward, _numpy
+from ortgrad.ops.conv._dense import Known
 from ortgrad.ops.conv.conv import ATTRIBUTES
+from ortgrad.ops.conv.costs import AGAINST_CONV, AGAINST_CONV_OF_FEW_TERMS
 from ortgrad.ops.conv.depthwise import depthwise_conv
 
-if TYPE_CHECKING:
-    from ortgrad.ops.conv._compiled import Known
-
-# What may be applied to the result, while it is in the cache.
+# What may be applied to the result while it is in the cache.
 ACTIVATIONS = ("Relu", "LeakyRelu", "Clip")
-# Elements of X, if few of them are used often enough: copies that do not fit into the cache take long.
+# The most elements of X if strides are used: copies that do not fit into the cache take too long then.
 _MOST_COPIED = 1 << 21
 
 
 def is_fastest(x: Known, w: Known, group: int, strides: Sequence[int] | None) -> bool:
     """Return whether the compiled kernel was measured to be faster than onnxruntime's.
 
-    onnxruntime copies X for every tap of the kernel, and then multiplies matrices. It takes the less of the
-    time the more filters there are. Sizes of X that are not known count as large.
+    onnxruntime copies X for every tap of the kernel, and then multiplies matrices. The more filters there
+    are, the smaller is the share of the copies. Unknown sizes of X are assumed to be large.
     """
     sizes = [] if w is None else [size for size in w if size is not None]
     if w is None or len(sizes) < len(w) or not 3 <= len(w) <= 5:
@@ -51,14 +50,11 @@ def is_fastest(x: Known, w: Known, group: int, strides: Sequence[int] | None) ->
         positions = batch * math.prod(-(-n // s) for n, s in zip(known[1:], steps, strict=False))
         if max(steps) > 1 and batch * math.prod(known) > _MOST_COPIED:
             return False
-    if terms < 64:
-        return filters <= TILE and terms >= 24 and positions >= 1024
-    if filters <= 2 * TILE:
-        return positions >= (128 if filters % TILE else 16)
-    if filters <= 4 * TILE:
-        return terms >= 144 and positions >= (256 if filters % TILE else 64)
-    # With few positions, it takes long to transpose W.
-    return terms >= 240 and positions >= 128
+    limit = next(limit for limit in AGAINST_CONV if filters <= limit.filters)
+    if terms < AGAINST_CONV[0].terms:
+        limit = AGAINST_CONV_OF_FEW_TERMS
+    enough = positions >= (limit.partial if filters % TILE else limit.positions)
+    return filters <= limit.filters and terms >= limit.terms and enough
 
 
 def _shapes(
@@ -91,38 +87,15 @@ DECLARATION: Mapping[str, Any] = {
 
 @operator("DenseConv", **DECLARATION)
 def dense_conv(
-    x: np.ndarray,
-    w: np.ndarray,
-    b: np.ndarray | None,
-    z: np.ndarray | None,
-    *,
-    group: int,
-    kernel_shape: list[int] | None,
-    activation: str,
-    alpha: float,
-    beta: float,
-    **attributes: Any,
+    x: np.ndarray, w: np.ndarray, b: np.ndarray | None, z: np.ndarray | None, **attributes: Any
 ) -> np.ndarray:
     """Y = activation(Conv(X, W, B) + Z)"""
-    win = windows(x.shape[2:], w.shape[2:], **attributes)
-    shape = (len(x), len(w), *win.outputs)
-    if z is not None and z.shape != shape:
-        raise ValueError(f"Z has shape {list(z.shape)}, but the result of the convolution has {list(shape)}")
-    padded = np.pad(x, [(0, 0), (0, 0), *zip(win.heads, win.tails, strict=True)])
-    padded = padded.reshape(len(x), group, w.shape[1], *padded.shape[2:])
-    weights = w.reshape(group, len(w) // group, *w.shape[1:])
-    y = np.zeros((len(x), *weights.shape[:2], math.prod(win.outputs)), x.dtype)
-    for tap in np.ndindex(win.kernel):
-        starts = [k * d for k, d in zip(tap, win.dilations, strict=True)]
-        steps = zip(starts, win.outputs, win.strides, strict=True)
-        read = (slice(start, start + (count - 1) * stride + 1, stride) for start, count, stride in steps)
-        values = padded[(slice(None), slice(None), slice(None), *read)].reshape(
-            *padded.shape[:3], math.prod(win.outputs)
+    activation, alpha, beta = (attributes.pop(name) for name in ("activation", "alpha", "beta"))
+    y = _numpy.conv(x, w, b, **attributes)
+    if z is not None and z.shape != y.shape:
+        raise ValueError(
+            f"Z has shape {list(z.shape)}, but the result of the convolution has {list(y.shape)}"
         )
-        y += weights[(..., *tap)] @ values
-    y = y.reshape(shape)
-    if b is not None:
-        y += b.reshape(-1, *[1] * win.rank)
     if z is not None:
         y += z
     if activation == "Relu":

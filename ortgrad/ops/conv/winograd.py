@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from ortgrad.compiled.functions import TILE
 from ortgrad.operators.compiled import vectors
 from ortgrad.operators.declaration import operator
 from ortgrad.ops.conv import _body, _numpy, _winograd_forward, _winograd_grad, conv, costs, forward
-
-if TYPE_CHECKING:
-    from ortgrad.ops.conv._compiled import Known
+from ortgrad.ops.conv._dense import Known
 
 
 def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
-    """Return whether these kernels support a convolution, and were measured to be faster than the others."""
+    """Return whether these kernels support a convolution and are expected to be faster than the others."""
     if w is None or len(w) != 4 or w[2:] != (3, 3) or w[0] is None or w[1] is None:
         return False
     steps = [*(attributes.get("strides") or ()), *(attributes.get("dilations") or ())]
@@ -30,8 +28,8 @@ def is_fastest(x: Known, w: Known, attributes: Mapping[str, Any]) -> bool:
     explicit = attributes.get("auto_pad", "NOTSET") == "NOTSET"
     if explicit and not all(0 <= pad <= 2 for pad in attributes.get("pads") or ()):
         return False
-    # Each tile saves products, and costs transforms. So do the weights, and they are transformed once. Sizes
-    # of X that are not known count as large.
+    # Each tile saves products and costs transforms; the weights are transformed once. Unknown sizes of X are
+    # assumed to be large.
     cost = costs.current().winograd
     gain = 1 - cost.transforms * (1 / w[0] + 1 / w[1])
     known = [] if x is None else [size for size in x[2:] if size is not None]
