@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from support import amount, assert_close, run_node
 from support.calls import Case
 from support.compiled import checked_tasks
-from support.convolutions import expected, make_feeds, node_for
+from support.convolutions import check_threads, expected, make_feeds, node_for
 from support.geometries import CHOSEN, Geometry, random_geometry
 
-import ortgrad
 from ortgrad.ops.conv import _compiled
 from ortgrad.ops.conv.conv import conv_grad
 
@@ -74,17 +72,7 @@ def test_no_index_is_outside_of_its_tensor() -> None:
 
 @pytest.mark.parametrize("case", ["wide rows", "panels, channels divided", "more filters than a block"])
 def test_results_do_not_depend_on_threads(case: str) -> None:
-    x, w, attributes = CHOSEN[case]
-    feeds = make_feeds(x, w, attributes, np.float32)
-    model = ortgrad.nodes.make_model(node_for(feeds, attributes))
-    results = []
-    for threads in (1, 2, 5):
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        results.append(ortgrad.InferenceSession(model, options, kernels="compiled").run(None, feeds))
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(a, b)
+    check_threads(*CHOSEN[case])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 
 import ortgrad
@@ -71,3 +72,17 @@ def node_for(
     # Nothing else tells a body the kernel's size if the dimensions are symbolic.
     kernel_shape = list(feeds["W"].shape[2:])
     return ortgrad.nodes.conv_grad("dY", "X", "W", list(outputs), kernel_shape=kernel_shape, **attributes)
+
+
+def check_threads(x: list[int], w: list[int], attributes: Mapping[str, Any]) -> None:
+    """Compiled gradients are the same on any number of threads."""
+    feeds = make_feeds(x, w, attributes, np.float32)
+    model = ortgrad.nodes.make_model(node_for(feeds, attributes))
+    results = []
+    for threads in (1, 2, 5):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        results.append(ortgrad.InferenceSession(model, options, kernels="compiled").run(None, feeds))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
