@@ -33,12 +33,16 @@ class Groups:
         self._fusable = {each.node: each for each in fusable}
         self._parent = list(range(len(nodes)))
         self._members = [[node] for node in nodes]
-        self._first = list(range(len(nodes)))
-        self._last = list(range(len(nodes)))
-        self._before: list[set[int]] = []
-        for node in nodes:
-            producers = (value.producer() for value in dependencies(node))
-            self._before.append({self._place[p] for p in producers if p in self._place})
+        # By group: the place in an order in which each comes behind what it reads.
+        self._order = list(range(len(nodes)))
+        self._before: list[set[int]] = [set() for _ in nodes]
+        self._after: list[set[int]] = [set() for _ in nodes]
+        for i, node in enumerate(nodes):
+            for value in dependencies(node):
+                producer = value.producer()
+                if producer is not None and producer in self._place:
+                    self._before[i].add(self._place[producer])
+                    self._after[self._place[producer]].add(i)
 
     def merge_all(self) -> list[list[Fusable]]:
         """Merge what can be merged; returns the groups that save time, in the order of the graph."""
@@ -66,9 +70,7 @@ class Groups:
                 continue
             for use in value.uses():
                 if use.node in self._fusable:
-                    a, b = self._find(self._place[total.node]), self._find(self._place[use.node])
-                    if not self._has_path_around(b, a):
-                        self._merge(a, b)
+                    self._merge(self._place[total.node], self._place[use.node])
 
     def _group(self, root: int) -> list[Fusable]:
         return [self._fusable[node] for node in sorted(self._members[root], key=self._place.__getitem__)]
@@ -79,34 +81,43 @@ class Groups:
             i = self._parent[i]
         return i
 
-    def _merge(self, producer: int, consumer: int) -> None:
-        a, b = self._find(producer), self._find(consumer)
+    def _merge(self, one: int, other: int) -> None:
+        """Merge the groups of two nodes, unless a path leads from one to the other through a third."""
+        order = self._order
+        a, b = sorted((self._find(one), self._find(other)), key=order.__getitem__)
         if a == b or not fit([self._fusable[n] for n in (*self._members[a], *self._members[b])]):
             return
-        if self._has_path_around(a, b):
+        # What b needs comes before the merged group, and what needs a behind it.
+        needed, needing = self._reached(b, self._before, a, b), self._reached(a, self._after, a, b)
+        if needed is None or needing is None or not needed.isdisjoint(needing):
             return
+        places = sorted(order[group] for group in (a, b, *needed, *needing))
+        for group in sorted(needed, key=order.__getitem__):
+            order[group] = places.pop(0)
+        for group in sorted(needing, key=order.__getitem__, reverse=True):
+            order[group] = places.pop()
+        order[b] = places[0]
         self._parent[a] = b
         self._members[b] += self._members[a]
-        self._first[b] = min(self._first[a], self._first[b])
-        self._last[b] = max(self._last[a], self._last[b])
         self._before[b] |= self._before[a]
+        self._after[b] |= self._after[a]
 
-    def _has_path_around(self, a: int, b: int) -> bool:
-        """Return whether a path leads from group a to group b through another one."""
-        waiting = [i for i in map(self._find, self._before[b]) if i not in (a, b)]
-        seen = set(waiting)
+    def _reached(self, start: int, edges: Sequence[set[int]], low: int, high: int) -> set[int] | None:
+        """Return the groups that edges lead to from a group, between two others in the order.
+
+        Returns None if there are too many to search.
+        """
+        least, most = self._order[low], self._order[high]
+        found: set[int] = set()
+        waiting = [start]
         while waiting:
-            group = waiting.pop()
-            # Whatever depends on a has a node behind its first one.
-            if self._last[group] < self._first[a]:
-                continue
-            for before in map(self._find, self._before[group]):
-                if before == a or len(seen) > _PATIENCE:
-                    return True
-                if before not in seen and before != b:
-                    seen.add(before)
-                    waiting.append(before)
-        return False
+            for group in map(self._find, edges[waiting.pop()]):
+                if least < self._order[group] < most and group not in found:
+                    found.add(group)
+                    waiting.append(group)
+            if len(found) > _PATIENCE:
+                return None
+        return found
 
 
 def pays(group: Sequence[Fusable]) -> bool:
