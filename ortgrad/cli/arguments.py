@@ -17,7 +17,6 @@ SEEN = (
     "(see numpy.savez)"
 )
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 TRAINED = "what is trained: names or patterns such as 'layer4.*' (default: the parameters)"
 KERNELS = ("auto", "compiled", "python", "onnx")
 
@@ -120,13 +119,13 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--loss",
         required=True,
         metavar="LOSS",
-        help="cross-entropy (of scores and labels), mse, l1, huber, bce (of scores and a target), or the "
-        "name of a scalar in the model",
+        help="such as cross-entropy (of scores and labels), mse or bce (of scores and a target), or the name "
+        "of a scalar in the model",
     )
     add("--loss-output", metavar="NAME", help="the value that the loss is of (default: the first output)")
     add("--axis", type=int, metavar="N", help="the dimension of the classes, for cross-entropy")
     add("--target", metavar="NAME", help="the array with the target (default: labels, or target)")
-    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
+    add("--optimizer", default="adamw", metavar="NAME", help="such as adamw (the default), adam or sgd")
     add("--learning-rate", type=float, metavar="R", help="default: that of the optimizer")
     add("--weight-decay", type=float, metavar="D", help="default: that of the optimizer")
     add("--momentum", type=float, metavar="M", help="for sgd and rmsprop (default: 0)")

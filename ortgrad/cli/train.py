@@ -12,7 +12,7 @@ from ortgrad.cli.files import given_feeds, is_same_file, output_path
 from ortgrad.errors import ModelError, TrainingError
 from ortgrad.keywords import taken_by
 from ortgrad.training import Trainer
-from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer
+from ortgrad.training.optimizers.rules import AnyOptimizer, named
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _optimizer(arguments: argparse.Namespace) -> AnyOptimizer:
-    optimizer = OPTIMIZERS[arguments.optimizer]()
+    optimizer = named(arguments.optimizer)
     given = {
         name: value
         for name in ("learning_rate", "weight_decay", "momentum")

@@ -14,7 +14,6 @@ import onnx
 
 from ortgrad.errors import ArgumentTypeError, TrainingError, TrainingFileError, TrainingModelError
 from ortgrad.graph.loading import ModelLike
-from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
 from ortgrad.progress import Progress
 from ortgrad.training.arguments import check_count
@@ -27,7 +26,7 @@ from ortgrad.training.losses import Declaration, Loss, options_of
 from ortgrad.training.metrics import Metric, check_metric
 from ortgrad.training.objective import LossSettings, Objective, with_objective
 from ortgrad.training.optimizers.passes import thread_count
-from ortgrad.training.optimizers.rules import OPTIMIZERS, AnyOptimizer, Optimizer
+from ortgrad.training.optimizers.rules import AnyOptimizer, Optimizer, named
 from ortgrad.training.results import Result, draw_curve, import_figure
 from ortgrad.training.resuming import Place
 from ortgrad.training.schedules import Pace, Schedule
@@ -45,8 +44,8 @@ class Trainer:
     """Trains a forward model: loss, optimizer and state in one object.
 
     `loss` is a loss as `add_loss` takes it, with its `output`, `target` and further options, or the name of a
-    scalar that the model computes. `optimizer` is "adamw", "adam", "sgd", "rmsprop" or "adagrad", or an
-    object such as `SGD(momentum=0.9)`. `learning_rate` replaces that of the optimizer.
+    scalar that the model computes. `optimizer` is an object such as `SGD(momentum=0.9)`, or the name of its
+    class in lower case, such as "adamw". `learning_rate` replaces that of the optimizer.
 
     `wrt` and `exclude` choose what is trained, see `parameters`. `groups` overrides settings by pattern:
     `{"*.bias": {"weight_decay": 0}, "head.*": {"learning_rate": 0.1}}`. Later ones override earlier ones.
@@ -377,10 +376,7 @@ def _with_target(inputs: Inputs, objective: Objective, ignored: int | None) -> I
 
 def _optimizer(optimizer: str | AnyOptimizer, learning_rate: float | None) -> AnyOptimizer:
     if isinstance(optimizer, str):
-        if optimizer not in OPTIMIZERS:
-            known, near = ", ".join(OPTIMIZERS), nearest(optimizer, OPTIMIZERS)
-            raise TrainingError(f"optimizer is {optimizer!r}; it must be one of {known}{near}")
-        optimizer = OPTIMIZERS[optimizer]()
+        optimizer = named(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__}, not a name or an optimizer")
     return optimizer if learning_rate is None else replace(optimizer, learning_rate=learning_rate)

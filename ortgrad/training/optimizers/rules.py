@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ortgrad.errors import ArgumentTypeError, TrainingError
+from ortgrad.graph.matching import nearest
 from ortgrad.keywords import checked
 from ortgrad.training.optimizers import kernels
 from ortgrad.training.optimizers.passes import Pass
@@ -255,9 +256,17 @@ class Adagrad(Optimizer):
 
 AnyOptimizer = Adam | AdamW | SGD | RMSprop | Adagrad
 OPTIMIZERS: dict[str, type[AnyOptimizer]] = {
-    "adam": Adam,
     "adamw": AdamW,
+    "adam": Adam,
     "sgd": SGD,
     "rmsprop": RMSprop,
     "adagrad": Adagrad,
 }
+
+
+def named(name: str) -> AnyOptimizer:
+    """Return the optimizer of a name, with its default settings."""
+    if name not in OPTIMIZERS:
+        known, near = ", ".join(OPTIMIZERS), nearest(name, OPTIMIZERS)
+        raise TrainingError(f"optimizer is {name!r}; it must be one of {known}{near}")
+    return OPTIMIZERS[name]()
