@@ -271,7 +271,12 @@ def models(arguments: argparse.Namespace, folder: Path) -> Iterator[Model]:
         if arguments.only is None or workload.name in arguments.only:
             yield read(workload.name, workload.write(folder), workload.tolerance)
     for path in arguments.files:
-        yield read(path.name, write(path, folder, {}, arguments.batch, None), PICTURES)
+        try:
+            request = write(path, folder, {}, arguments.batch, None)
+        except (OSError, ortgrad.OrtgradError) as error:
+            print(f"{path.name} is left out: {error}", file=sys.stderr)
+        else:
+            yield read(path.name, request, PICTURES)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
