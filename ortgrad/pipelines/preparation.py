@@ -22,7 +22,6 @@ from ortgrad.lowering.pointwise import use_pointwise
 from ortgrad.lowering.share_branches import share_branches
 from ortgrad.lowering.single_channels import expand_single_channels
 from ortgrad.lowering.slices import join_slices
-from ortgrad.lowering.swap_axes import use_swap_axes
 from ortgrad.lowering.transposed_products import use_transposed_products
 from ortgrad.lowering.ways import expand_constant, runs_as_body
 from ortgrad.lowering.winograd import use_winograd
@@ -48,7 +47,6 @@ FOR_COMPILED: tuple[Pass, ...] = (
     use_max_pool,
     use_moments,
     use_transposed_products,
-    use_swap_axes,
     fuse,
 )
 

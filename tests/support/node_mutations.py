@@ -161,7 +161,6 @@ INTERNAL: dict[str, tuple[Arrays, dict[str, Any]]] = {
         {"dY": numbers(2, 4, 3, 5), "X": numbers(2, 3, 3, 5), "W": numbers(4, 3, 1, 1)},
         {"kernel_shape": [1, 1]},
     ),
-    "SwapAxes": ({"X": numbers(2, 3, 4, 16)}, {"axis": 1}),
     "TransposedProduct": ({"A": numbers(3, 4), "B": numbers(3, 5)}, {}),
 }
 FUSED = {

@@ -37,7 +37,6 @@ from ortgrad.lowering.pointwise import use_pointwise
 from ortgrad.lowering.share_branches import share_branches
 from ortgrad.lowering.single_channels import expand_single_channels
 from ortgrad.lowering.slices import join_slices
-from ortgrad.lowering.swap_axes import use_swap_axes
 from ortgrad.lowering.transposed_products import use_transposed_products
 from ortgrad.lowering.ways import expand_constant
 from ortgrad.lowering.winograd import use_winograd
@@ -283,11 +282,6 @@ CASES = [
         convolution("1,1,9,9", "20,1,3,3", "1,20,7,7"),
         wrt=("x", "w"),
         before=OPENED,
-    ),
-    Case(
-        use_swap_axes,
-        "g (float[2,8,4,64] x) => (float[2,4,8,64] y) { y = Transpose<perm = [0, 2, 1, 3]>(x) }",
-        before=(infer_types,),
     ),
     Case(
         use_transposed_products,
