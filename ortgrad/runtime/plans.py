@@ -89,8 +89,13 @@ class State:
         plan = _make_plan(self._kernel, call, inputs)
         if plan is None:
             return False
-        with _lock:
-            self._keep(plan)
+        # A plan that is not kept is made again. So nobody waits for a thread that may never release the lock,
+        # because an exception of a debugger ended it between two bytecodes.
+        if _lock.acquire(blocking=False):
+            try:
+                self._keep(plan)
+            finally:
+                _lock.release()
         return _perform()(self.address, context, plan.ctypes.data) == 0
 
     def _keep(self, plan: np.ndarray) -> None:

@@ -613,7 +613,7 @@ def test_a_loss_that_is_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"optimizer": "lion"}, TrainingError, "adamw, sgd"),
+        ({"optimizer": "lion"}, TrainingError, "adamw, adam"),
         ({"optimizer": 3}, ArgumentTypeError, "int"),
         ({"learning_rate": -1.0}, TrainingError, "learning_rate"),
         ({"schedule": "step"}, TrainingError, "constant, linear"),
