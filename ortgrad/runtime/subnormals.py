@@ -79,7 +79,7 @@ def saved() -> Any:
 def flush(state: Any) -> None:
     """Flush subnormal numbers on the calling thread from now on, whose state was `state`."""
     if state is not None and _access is not None:
-        changed = _Environment(*state)
+        changed = _Environment.from_buffer_copy(state)
         changed[_access.place] |= _access.bits
         _access.write(changed)
 
